@@ -1,0 +1,63 @@
+"""Every exception a user of Octavo can meet.
+
+::
+
+    OctavoError
+    ├── ConfigError             an engine option is unknown, contradictory or out of range
+    ├── RequestError            one prompt or its sampling parameters cannot be served
+    ├── CapacityError           the KV cache cannot hold what was asked, now or ever
+    ├── ModelError              no model at that path, or an architecture or rope type we do not know
+    ├── WeightsError            a checkpoint is missing, truncated, corrupt, or does not match the model
+    ├── KernelArgumentError     a tensor handed to a kernel has the wrong shape, dtype, device or stride
+    ├── UnsupportedKernelConfig a valid request for something no kernel here does
+    └── EngineError             the engine is closed, or a step failed
+
+Each message names the argument, what was expected, what came, and the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OctavoError(Exception):
+    """Root of every error Octavo raises on purpose."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """An engine option is unknown, contradictory or out of range."""
+
+
+class RequestError(OctavoError, ValueError):
+    """One prompt or its sampling parameters cannot be served; neighbours are unharmed."""
+
+
+class CapacityError(OctavoError):
+    """The KV cache cannot hold what was asked."""
+
+
+class ModelError(OctavoError, ValueError):
+    """No model at that path, or an architecture or rope type Octavo does not know."""
+
+
+class WeightsError(OctavoError, ValueError):
+    """A checkpoint is missing, truncated, corrupt, or does not match the model."""
+
+
+class KernelArgumentError(OctavoError, ValueError):
+    """A tensor handed to a kernel has the wrong shape, dtype, device or stride."""
+
+
+class UnsupportedKernelConfig(OctavoError, NotImplementedError):
+    """A valid request for something no kernel here does; raised before any launch."""
+
+
+class EngineError(OctavoError, RuntimeError):
+    """The engine is closed, or one of its steps failed."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the known name closest to `name`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
