@@ -1,0 +1,153 @@
+"""The shape of a model, read from config.json or GGUF metadata. No torch: enough for `octavo kv`.
+
+The rules that differ between architectures are in the file of that model type (llama.py, qwen2.py, ...).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octavo.errors import ModelError, nearest
+from octavo.models.source import ModelSource
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+
+# Hugging Face `model_type` -> the module of this package that reads its config.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: which frequencies the first `rotary_dim` features of a head turn with.
+
+    Lengths are in tokens. Fields that a rope type does not use keep their defaults. `freq_factors` (GGUF's
+    rope_freqs tensor) divide the frequencies one by one; they already hold llama3 scaling.
+    """
+
+    rope_type: RopeType = "default"
+    theta: float = 10_000.0
+    rotary_dim: int
+    max_position_embeddings: int
+    original_max_position_embeddings: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    freq_factors: tuple[float, ...] | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """Positions the rope table covers: no sequence of this model may be longer."""
+        scaled = self.max_position_embeddings
+        if self.rope_type in ("linear", "dynamic"):
+            scaled = int(self.max_position_embeddings * self.factor)
+        elif self.rope_type == "yarn":
+            scaled = int(self.original_max_position_embeddings * self.factor)
+        return max(self.max_position_embeddings, scaled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a dense decoder.
+
+    `max_position_embeddings` is the length the config states (the default context of the engine);
+    `rope.num_positions` is the longest one that rope scaling allows. `attention_bias` is the bias of q, k and v,
+    `attention_output_bias` that of the output projection. `sliding_window` has one entry per layer: the number
+    of keys a token sees, itself included, or None for all. `tie_word_embeddings` is what the config says (None:
+    nothing); what holds is decided by what is in the checkpoint. `dtype` is the checkpoint's, "float32" if the
+    config is silent.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool | None = None
+    sliding_window: tuple[int | None, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+                     "vocab_size", "max_position_embeddings"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ModelError(f"config: {name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"config: num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_kv_heads})"
+            )
+        rotary_dim = self.rope.rotary_dim
+        if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > self.head_dim:
+            raise ModelError(
+                f"config: the rotary dimension must be even, at least 2 and at most head_dim ({self.head_dim}), "
+                f"got {rotary_dim}"
+            )
+        if len(self.sliding_window) != self.num_layers:
+            raise ModelError(
+                f"config: {len(self.sliding_window)} sliding windows for {self.num_layers} layers"
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """The config of a Hugging Face `config.json`; ModelError names what is missing, unknown or unsupported."""
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str):
+            raise ModelError(
+                f"config: model_type is missing, so the architecture is unknown; known: {', '.join(MODEL_TYPES)}"
+            )
+        if model_type not in MODEL_TYPES:
+            raise ModelError(
+                f"config: unknown model_type {model_type!r}{nearest(model_type, MODEL_TYPES)}; "
+                f"known: {', '.join(MODEL_TYPES)}"
+            )
+        from octavo.models.hf_config import HFConfig
+
+        module = importlib.import_module(f"octavo.models.{model_type}")
+        result = module.read_config(HFConfig(config))
+        assert isinstance(result, ModelConfig)
+        return result
+
+
+def load_config(source: ModelSource) -> ModelConfig:
+    """Read the config of a model folder or GGUF file. Loads no torch and no weights."""
+    if source.kind == "gguf":
+        from octavo.models.weights.gguf_config import config_from_gguf
+        from octavo.models.weights.gguf_file import GGUFFile
+
+        with GGUFFile(source.path) as file:
+            return config_from_gguf(file)
+    return ModelConfig.from_hf(load_json(source, "config.json"))
+
+
+def load_json(source: ModelSource, name: str) -> dict[str, Any]:
+    """One JSON object out of a model folder; ModelError when it is missing or is none."""
+    path = source.path / name
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"model: {path} does not exist") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"model: {path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"model: {path} must hold a JSON object, got {type(value).__name__}")
+    return value

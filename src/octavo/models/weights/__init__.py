@@ -1,0 +1,1 @@
+"""Weights: checkpoint files as named tensors, and the one way from there into a model's parameters."""
