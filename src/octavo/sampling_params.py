@@ -179,7 +179,7 @@ class SamplingParams:
             outside = [i for i in ids if i >= vocab_size]
             if outside:
                 raise RequestError(
-                    f"{name} names token id {outside[0]}, outside the vocabulary of {vocab_size} (ids 0 to {vocab_size - 1})"
+                    f"{name} names token id {outside[0]}, outside the vocabulary (0 to {vocab_size - 1})"
                 )
         if self.min_tokens >= max_model_len:
             raise RequestError(
