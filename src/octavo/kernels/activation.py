@@ -1,0 +1,27 @@
+"""The gated activation of the MLP."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.kernels import backend, checks
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` where ``x = [gate | up]``, computed in float32.
+
+    Args:
+        x: (T, 2 * I), any float dtype, any strides with a contiguous last dimension. Not changed.
+
+    Returns:
+        (T, I), a new contiguous tensor of the dtype of x.
+
+    Raises:
+        KernelArgumentError: x is not two-dimensional, or its last dimension is odd.
+    """
+    name = "silu_and_mul"
+    checks.tensor(name, "x", x, "T, 2 * I")
+    if x.shape[1] % 2:
+        raise checks.wrong(name, "the last dimension of x", "even: [gate | up]", x.shape[1])
+    out: Tensor = backend.select(name, x.device.type, x.dtype)(x)
+    return out

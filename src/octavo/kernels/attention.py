@@ -1,0 +1,280 @@
+"""Attention over packed sequences or a paged cache: the FlashAttention contract.
+
+Which keys a row sees
+---------------------
+Row i of a sequence with Q query rows and K keys stands on key ``i + K - Q``: the mask is aligned at the *bottom right*,
+so that the last row stands on the last key. 1 = sees, 0 = does not::
+
+    causal, Q=2, K=5       causal, Q=5, K=2       window (2, 0), Q=3, K=5      window (1, 1), Q=4, K=4
+    (a chunk with past)    (rows without keys)
+      1 1 1 1 0              0 0  -> out 0,         1 1 1 0 0                    1 1 0 0
+      1 1 1 1 1              0 0     lse -inf       0 1 1 1 0                    1 1 1 0
+                             0 0                    0 0 1 1 1                    0 1 1 1
+                             1 0                                                 0 0 1 1
+                             1 1
+
+``window_size = (left, right)`` counts keys besides the row's own: a row at key p sees p - left .. p + right; negative =
+no bound. ``causal=True`` sets right to 0. A model's ``sliding_window`` W that counts the token itself is (W - 1, 0).
+
+What happens to a score
+-----------------------
+::
+
+    s = softmax_scale * (q . k)                    softmax_scale: 1 / sqrt(head_dim) when None
+    s = softcap * tanh(s / softcap)                where softcap > 0
+    s = s - alibi_slope[head] * |i + K - Q - j|    where alibi_slopes are given
+    p = exp(s) / (sum over visible j of exp(s) + exp(sink[head]))     the last term only where sinks are given
+
+A sink is a key of score ``sink`` and value 0: with n equal scores of 0 the weights sum to n / (n + e^sink). ``lse`` is
+the logarithm of that whole denominator, sink included. A row without visible keys is 0 with lse -inf, sinks or not.
+
+Query heads H must be a multiple of the KV heads: query head h reads KV head ``h // (H / KVH)``.
+
+Where this differs from the FlashAttention package
+--------------------------------------------------
+=====================  ==============================================================================================
+block size             any power of two (theirs: a multiple of 256)
+head_dim               any from 1 to 256; that of V equals that of K
+q and cache dtypes     may differ (float32 queries over a float16 cache)
+``sinks``              here an argument of both functions
+from ``softmax_scale`` keyword-only; what we lack (dropout_p, deterministic, num_splits, ...) is absent
+``causal`` with ALiBi  lse counts the bias as written above; theirs drops a constant per row, which changes only lse
+gradients              none; inputs that require them are refused
+=====================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from octavo.kernels import backend, checks
+
+_INT32 = (torch.int32,)
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    return_softmax_lse: Literal[False] = False,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    return_softmax_lse: Literal[True],
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of B sequences laid end to end, over packed keys or over a paged cache.
+
+    The module docstring draws the masks and states the formula.
+
+    Args:
+        q: (Tq, H, D) float32, float16, bfloat16 or float64; any strides with a contiguous last dimension.
+        k, v: packed (Tk, KVH, D), or with `block_table` the paged caches (num_blocks, block_size, KVH, D), block_size a
+            power of two. Any strides with a contiguous last dimension. Slots past a sequence's length may hold
+            anything, NaN included.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 prefix sums of the query and key lengths, first 0; key lengths
+            *include* the tokens being computed. Lengths of 0 are fine; cu_seqlens_q ends at Tq, cu_seqlens_k at Tk
+            (with a block table: anywhere).
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
+        block_table: (B, max_blocks) int32: key j of sequence b is slot ``j % block_size`` of block
+            ``block_table[b, j // block_size]``. Entries no visible key needs may be -1. Blocks may be shared.
+        alibi_slopes: (H,) or (B, H) float32.      sinks: (H,) float32, float16 or bfloat16.
+        return_softmax_lse: return (out, lse), lse (H, Tq) float32 (float64 for float64 queries).
+        out: (Tq, H, D) in the dtype of q, written instead of a new tensor; must not overlap the inputs.
+
+    Returns:
+        out (Tq, H, D), or (out, lse).
+
+    Raises:
+        KernelArgumentError: a shape, dtype, device or stride is wrong; on the CPU also wrong prefix sums, bounds that
+            do not hold, and table entries that name no block. `out` is untouched.
+        UnsupportedKernelConfig: head_dim over 256, a quantised cache, an input that requires gradients.
+    """
+    name = "flash_attn_varlen_func"
+    device = q.device
+    checks.tensor(name, "q", q, "Tq, num_heads, head_dim")
+    num_rows, num_heads, head_dim = q.shape
+    batch = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q.dim() == 1 else -1
+    if batch < 0:
+        raise checks.wrong(name, "cu_seqlens_q", "of shape (B + 1,)", f"shape {tuple(cu_seqlens_q.shape)}")
+    checks.exactly(name, "cu_seqlens_q", cu_seqlens_q, (batch + 1,), device, _INT32)
+    checks.exactly(name, "cu_seqlens_k", cu_seqlens_k, (batch + 1,), device, _INT32)
+    if block_table is None:
+        checks.tensor(name, "k", k, "Tk, num_kv_heads, head_dim", device)
+        checks.tensor(name, "v", v, "Tk, num_kv_heads, head_dim", device)
+        checks.same(name, "v", v, "k", k)
+        num_keys, num_kv_heads, kv_head_dim = k.shape
+        num_blocks = block_size = 0
+    else:
+        checks.caches(name, "k", k, "v", v, device)
+        num_blocks, block_size, num_kv_heads, kv_head_dim = k.shape
+        num_keys = None
+        checks.table(name, block_table, batch, device)
+    checks.heads(name, num_heads, num_kv_heads, head_dim, kv_head_dim)
+    checks.attention_options(name, num_heads, batch, device, window_size, softcap, alibi_slopes, sinks)
+    if out is not None:
+        checks.output(name, out, q)
+    if device.type == "cpu":
+        checks.ragged(
+            name,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            num_rows,
+            num_keys,
+            window_size[0],
+            block_table,
+            num_blocks,
+            block_size,
+        )
+    if out is None:
+        out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=device)
+    lse = _new_lse(q, num_rows) if return_softmax_lse else None
+    backend.select("varlen_attention", device.type, q.dtype, k.dtype, head_dim)(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale=1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        block_table=block_table,
+        out=out,
+        lse=lse,
+    )
+    return out if lse is None else (out, lse)
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    cache_seqlens: Tensor | int | None = ...,
+    cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    rotary_interleaved: bool = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    return_softmax_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = ...,
+    v: Tensor | None = ...,
+    *,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    cache_seqlens: Tensor | int | None = ...,
+    cache_batch_idx: Tensor | None = ...,
+    cache_leftpad: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    rotary_interleaved: bool = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    return_softmax_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    rotary_interleaved: bool = True,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    raise NotImplementedError
+
+
+def _new_lse(q: Tensor, num_rows: int) -> Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty((q.shape[1], num_rows), dtype=dtype, device=q.device)

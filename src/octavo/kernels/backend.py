@@ -1,0 +1,141 @@
+"""Which implementation of a kernel runs, and why.
+
+Each kernel has a plain torch twin in `reference/` and may have a faster one in a room of its own (`cpu/`; later
+`triton/`). A room's module `octavo.kernels.<room>.<module>` exports
+
+- the kernel, with the signature of its reference twin. Arguments come checked (`checks.py`), indices included
+  where they can be read without waiting for a device;
+- `supports(*facts) -> str | None`: None when it can do the job, otherwise the reason why not. The facts of each
+  kernel stand in `KERNELS`. Importing the module may raise ImportError: that is a reason, too.
+
+What holds for every implementation:
+
+- attention: any strides with a contiguous last dimension; the block size may be any number from 1 (a contiguous
+  cache comes in as one block per sequence); only blocks that hold a visible key are looked up, so table entries
+  left of a window, and past the length, may be -1; masked and unwritten memory never reaches a result; a row
+  without a visible key is 0 with LSE -inf, sinks or not; `out` and `lse` are filled completely; a sink is part
+  of the LSE; `window_size` is negative for "no bound" on a side, and `causal` means right = 0.
+- `slot_mapping` and `positions` are int64, `cu_seqlens_*` and `block_table` int32.
+
+The environment variable OCTAVO_KERNELS forces a room: `reference`, or `cpu` (an error then takes the place of the
+fallback). `auto`, or nothing, is the best one that runs here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.errors import ConfigError, UnsupportedKernelConfig, nearest
+
+# kernel -> (module, what `supports` is told, an ordinary example of it)
+KERNELS: dict[str, tuple[str, tuple[str, ...], tuple[Any, ...]]] = {
+    "varlen_attention": (
+        "attention",
+        ("q dtype", "cache dtype", "head_dim"),
+        (torch.float32, torch.float32, 64),
+    ),
+    "write_kv_cache": ("kv_write", ("k dtype", "cache dtype"), (torch.float32, torch.float32)),
+    "rms_norm": ("norm", ("x dtype", "weight dtype"), (torch.float32, torch.float32)),
+    "apply_rotary": ("rotary", ("q dtype",), (torch.float32,)),
+    "silu_and_mul": ("activation", ("x dtype",), (torch.float32,)),
+}
+ROOMS = ("cpu", "triton", "reference")
+# Best first. A device that is not named here has the reference, which is plain torch and runs anywhere.
+_ROOMS_FOR_DEVICE = {"cpu": ("cpu", "reference")}
+_VARIABLE = "OCTAVO_KERNELS"
+
+Kernel = Callable[..., Any]
+
+_forced: str | None = None  # by `use`; None leaves the choice to the environment
+_selected: dict[tuple[Any, ...], tuple[str, Kernel]] = {}
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """One implementation of one kernel on this machine: whether it runs, whether it is the one, and why not."""
+
+    kernel: str
+    implementation: str
+    available: bool
+    reason: str = ""
+    selected: bool = False
+
+
+def select(kernel: str, device_type: str, *facts: Any) -> Kernel:
+    """The function to call for `kernel` on that device; a dictionary look-up after the first time.
+
+    Raises:
+        ConfigError: OCTAVO_KERNELS names no room.
+        UnsupportedKernelConfig: a forced room cannot do it.
+    """
+    key = (kernel, device_type, *facts)
+    found = _selected.get(key)
+    if found is None:
+        found = _selected[key] = _choose(kernel, device_type, facts)
+    return found[1]
+
+
+def implementation_of(kernel: str, device_type: str = "cpu", *facts: Any) -> str:
+    """The name of the room that `select` takes, for reports; without facts, for the ordinary case."""
+    facts = facts or KERNELS[kernel][2]
+    select(kernel, device_type, *facts)
+    return _selected[(kernel, device_type, *facts)][0]
+
+
+@contextmanager
+def use(room: str) -> Iterator[None]:
+    """Force a room (or `auto`) inside a `with` block, as OCTAVO_KERNELS does for a process. Not thread-safe."""
+    global _forced
+    before, _forced = _forced, _known_room(room, "backend.use")
+    _selected.clear()
+    try:
+        yield
+    finally:
+        _forced = before
+        _selected.clear()
+
+
+def _known_room(room: str, where: str) -> str:
+    if room not in ("auto", "reference", "cpu"):
+        known = ("auto", "reference", "cpu")
+        raise ConfigError(
+            f"{where}: unknown kernel room {room!r}, expected one of {', '.join(known)}{nearest(room, known)}"
+        )
+    return room
+
+
+def _choose(kernel: str, device_type: str, facts: tuple[Any, ...]) -> tuple[str, Kernel]:
+    forced = _forced or _known_room(os.environ.get(_VARIABLE) or "auto", _VARIABLE)
+    rooms = _ROOMS_FOR_DEVICE.get(device_type, ("reference",)) if forced == "auto" else (forced,)
+    for room in rooms:
+        function, reason = _load(room, kernel, facts)
+        if function is not None:
+            return room, function
+    raise UnsupportedKernelConfig(
+        f"{kernel}: the {forced!r} kernels are forced and cannot run this: {reason}. "
+        f"Unset {_VARIABLE} to fall back to the reference."
+    )
+
+
+def _load(room: str, kernel: str, facts: tuple[Any, ...]) -> tuple[Kernel | None, str]:
+    module_name, names, _ = KERNELS[kernel]
+    if room == "triton":
+        return None, "this version of Octavo has no Triton kernels"
+    try:
+        module = importlib.import_module(f"octavo.kernels.{room}.{module_name}")
+    except ImportError as error:
+        return None, f"its module does not import ({error})"
+    if room != "reference":
+        reason = module.supports(*facts)
+        if reason is not None:
+            told = ", ".join(f"{name} {fact}" for name, fact in zip(names, facts, strict=True))
+            return None, f"{reason} ({told})"
+    function: Kernel = getattr(module, kernel)
+    return function, ""

@@ -1,0 +1,269 @@
+"""One wording for every error a kernel's caller can make; all of them are found before anything is written.
+
+A message names the function, the argument, what was expected, what came, and the way out. Shapes, dtypes, devices
+and strides are checked for every call. *Values* of index tensors (prefix sums, block tables, slots, positions) are
+checked where they can be read without waiting for a device, that is on the CPU; each distinct content is checked
+once and then recognised by its bytes, because the layers of a model pass the same indices one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.errors import KernelArgumentError, UnsupportedKernelConfig
+
+MAX_HEAD_DIM = 256
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+_QUANTISED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+def wrong(function: str, argument: str, expected: str, got: object, way_out: str = "") -> KernelArgumentError:
+    """The error for an argument that cannot be right; the caller raises it."""
+    return KernelArgumentError(
+        f"{function}: {argument} must be {expected}, got {got}.{' ' if way_out else ''}{way_out}"
+    )
+
+
+def unsupported(function: str, argument: str, value: object, way_out: str) -> UnsupportedKernelConfig:
+    """The error for an argument that makes sense but that no kernel here does."""
+    return UnsupportedKernelConfig(f"{function}: {argument} = {value} is not supported. {way_out}")
+
+
+def tensor(function: str, name: str, x: Tensor, shape: str, device: torch.device | None = None) -> None:
+    """A float tensor with as many dimensions as `shape` names, dense in its last one, on `device`."""
+    if x.dim() != shape.count(",") + 1:
+        raise wrong(function, name, f"of shape ({shape})", f"shape {tuple(x.shape)}")
+    floats(function, name, x, device)
+
+
+def floats(function: str, name: str, x: Tensor, device: torch.device | None = None) -> None:
+    """A float tensor of one or more dimensions, dense in its last one, on `device`."""
+    if x.dtype not in FLOATS:
+        if x.dtype in _QUANTISED:
+            way_out = "Quantised tensors are not supported in this version; use float32, float16 or bfloat16."
+            raise unsupported(function, f"{name}.dtype", x.dtype, way_out)
+        raise wrong(function, f"{name}.dtype", "float32, float16, bfloat16 or float64", x.dtype)
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        way_out = f"Pass {name}.contiguous()."
+        got = f"stride {x.stride(-1)}"
+        raise wrong(function, f"the last dimension of {name}", "contiguous (stride 1)", got, way_out)
+    if device is not None and x.device != device:
+        raise wrong(function, f"{name}.device", f"{device} like the other arguments", x.device)
+    if x.requires_grad and torch.is_grad_enabled():
+        way_out = "No kernel has a backward pass: call it under torch.inference_mode(), or detach the tensor."
+        raise unsupported(function, f"{name}.requires_grad", True, way_out)
+
+
+def exactly(
+    function: str,
+    name: str,
+    x: Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """A tensor of exactly that shape and one of those dtypes, contiguous in its last dimension."""
+    if tuple(x.shape) != shape:
+        raise wrong(function, name, f"of shape {shape}", f"shape {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise wrong(function, f"{name}.dtype", " or ".join(str(d) for d in dtypes), x.dtype)
+    if x.device != device:
+        raise wrong(function, f"{name}.device", f"{device} like the other arguments", x.device)
+    if shape and shape[-1] > 1 and x.stride(-1) != 1:
+        way_out = f"Pass {name}.contiguous()."
+        raise wrong(
+            function,
+            f"the last dimension of {name}",
+            "contiguous (stride 1)",
+            f"stride {x.stride(-1)}",
+            way_out,
+        )
+
+
+def same(function: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Two tensors of one shape and dtype."""
+    if x.shape != other.shape:
+        expected = f"of the shape of {other_name} {tuple(other.shape)}"
+        raise wrong(function, name, expected, f"shape {tuple(x.shape)}")
+    if x.dtype != other.dtype:
+        raise wrong(function, f"{name}.dtype", f"{other.dtype} like {other_name}", x.dtype)
+
+
+def caches(
+    function: str,
+    k_name: str,
+    k_cache: Tensor,
+    v_name: str,
+    v_cache: Tensor,
+    device: torch.device,
+    *,
+    paged: bool = True,
+) -> None:
+    """A pair of caches (num_blocks, block_size, num_kv_heads, head_dim) of one dtype."""
+    shape = (
+        "num_blocks, block_size, num_kv_heads, head_dim"
+        if paged
+        else "batch, capacity, num_kv_heads, head_dim"
+    )
+    tensor(function, k_name, k_cache, shape, device)
+    tensor(function, v_name, v_cache, shape, device)
+    same(function, v_name, v_cache, k_name, k_cache)
+    if paged:
+        size = k_cache.shape[1]
+        if size < 1 or size & (size - 1):
+            raise wrong(function, f"the block size (dimension 1 of {k_name})", "a power of two", size)
+
+
+def table(function: str, block_table: Tensor, batch: int, device: torch.device) -> None:
+    """A block table (batch, max_blocks) int32; its rows may be strided."""
+    if block_table.dim() != 2:
+        expected = f"of shape ({batch}, max_blocks)"
+        raise wrong(function, "block_table", expected, f"shape {tuple(block_table.shape)}")
+    exactly(function, "block_table", block_table, (batch, block_table.shape[1]), device, (torch.int32,))
+
+
+def heads(function: str, num_heads: int, num_kv_heads: int, head_dim: int, kv_head_dim: int) -> None:
+    """Query heads are a multiple of KV heads, head dimensions agree and are at most MAX_HEAD_DIM."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        expected = f"a multiple of the {num_kv_heads} KV heads"
+        raise wrong(function, "the number of query heads", expected, num_heads)
+    if head_dim != kv_head_dim:
+        raise wrong(function, "head_dim of q", f"{kv_head_dim} like that of k and v", head_dim)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise unsupported(function, "head_dim", head_dim, f"Head dimensions from 1 to {MAX_HEAD_DIM} are.")
+
+
+def attention_options(
+    function: str,
+    num_heads: int,
+    batch: int,
+    device: torch.device,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """The options that every attention function shares."""
+    if len(window_size) != 2:
+        raise wrong(function, "window_size", "a pair (left, right), -1 for no bound", window_size)
+    if not softcap >= 0.0:
+        raise wrong(function, "softcap", "0 (off) or positive", softcap)
+    if alibi_slopes is not None:
+        shape = (batch, num_heads) if alibi_slopes.dim() == 2 else (num_heads,)
+        exactly(function, "alibi_slopes", alibi_slopes, shape, device, (torch.float32,))
+    if sinks is not None:
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        exactly(function, "sinks", sinks, (num_heads,), device, dtypes)
+
+
+def output(function: str, out: Tensor, q: Tensor) -> None:
+    """A caller's output buffer: shape, dtype and device of q, dense in its last dimension."""
+    same(function, "out", out, "q", q)
+    floats(function, "out", out, q.device)
+
+
+# ---- values of index tensors, read only on the CPU -----------------------------------------------------------------
+
+_accepted: dict[str, tuple[Any, ...]] = {}  # the last content found right, per function: bytes and bounds
+
+
+def _content(x: Tensor) -> bytes:
+    array: np.ndarray[Any, Any] = x.numpy()
+    return array.tobytes()
+
+
+def slots(function: str, slot_mapping: Tensor, num_slots: int) -> None:
+    """Every slot is negative (skipped) or inside the cache."""
+    key = (_content(slot_mapping), num_slots)
+    if _accepted.get("slots") == key:
+        return
+    if slot_mapping.numel() and (highest := int(slot_mapping.max())) >= num_slots:
+        expected = f"below num_blocks * block_size = {num_slots}, or negative to skip a token"
+        raise wrong(function, "every slot of slot_mapping", expected, highest)
+    _accepted["slots"] = key
+
+
+def positions(function: str, values: Tensor, num_positions: int) -> None:
+    """Every position has a row in the table of cosines."""
+    key = (_content(values), num_positions)
+    if _accepted.get("positions") == key:
+        return
+    if values.numel():
+        lowest, highest = int(values.min()), int(values.max())
+        if lowest < 0 or highest >= num_positions:
+            expected = f"from 0 to {num_positions - 1}, the rows of the cos/sin table"
+            raise wrong(function, "every position", expected, lowest if lowest < 0 else highest)
+    _accepted["positions"] = key
+
+
+def ragged(
+    function: str,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_rows: int,
+    num_packed_keys: int | None,
+    window_left: int,
+    block_table: Tensor | None,
+    num_blocks: int,
+    size: int,
+) -> None:
+    """Prefix sums that rise from 0 to the number of tokens, bounds that hold, and a block for every visible key."""
+    table = b"" if block_table is None else _content(block_table)
+    bounds = (max_seqlen_q, max_seqlen_k, num_rows, num_packed_keys, window_left, num_blocks, size)
+    key = (_content(cu_seqlens_q), _content(cu_seqlens_k), table, bounds)
+    if _accepted.get("ragged") == key:
+        return
+    lens_q = _lengths(function, "q", cu_seqlens_q, max_seqlen_q, num_rows)
+    lens_k = _lengths(function, "k", cu_seqlens_k, max_seqlen_k, num_packed_keys)
+    if block_table is not None:
+        first = np.maximum(lens_k - lens_q - window_left, 0) if window_left >= 0 else np.zeros_like(lens_k)
+        _blocks(function, block_table.numpy(), first, np.where(lens_q > 0, lens_k, 0), num_blocks, size)
+    _accepted["ragged"] = key
+
+
+def _lengths(
+    function: str, of: str, prefix_sums: Tensor, longest: int, total: int | None
+) -> np.ndarray[Any, Any]:
+    name = f"cu_seqlens_{of}"
+    sums: np.ndarray[Any, Any] = prefix_sums.numpy().astype(np.int64)
+    lens = np.diff(sums)
+    if sums[0] != 0:
+        raise wrong(function, f"{name}[0]", "0", sums[0])
+    if (lens < 0).any():
+        i = int(np.argmax(lens < 0))
+        raise wrong(function, name, "non-decreasing prefix sums", f"{sums[i]} then {sums[i + 1]} at {i + 1}")
+    if total is not None and sums[-1] != total:
+        raise wrong(function, f"{name}[-1]", f"the number of packed tokens, {total}", sums[-1])
+    if lens.size and lens.max() > longest:
+        raise wrong(function, f"max_seqlen_{of}", f"at least the longest sequence, {lens.max()}", longest)
+    return lens
+
+
+def _blocks(
+    function: str,
+    table: np.ndarray[Any, Any],
+    first_key: np.ndarray[Any, Any],
+    lens_k: np.ndarray[Any, Any],
+    num_blocks: int,
+    size: int,
+) -> None:
+    """Entries of `table` that cover keys [first_key, lens_k) of each sequence name a block of the cache."""
+    capacity = table.shape[1] * size
+    if lens_k.size and lens_k.max() > capacity:
+        b = int(lens_k.argmax())
+        expected = f"wide enough for the {lens_k[b]} keys of sequence {b}"
+        raise wrong(function, "block_table", expected, f"{table.shape[1]} blocks of {size} = {capacity} keys")
+    column = np.arange(table.shape[1])
+    used = (column >= (first_key // size)[:, None]) & (column * size < lens_k[:, None])
+    bad = used & ((table < 0) | (table >= num_blocks))
+    if bad.any():
+        b, i = (int(n) for n in np.argwhere(bad)[0])
+        expected = f"a block id from 0 to {num_blocks - 1} (sequence {b} has {lens_k[b]} keys)"
+        raise wrong(function, f"block_table[{b}, {i}]", expected, table[b, i], "Allocate the block first.")

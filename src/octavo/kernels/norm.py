@@ -1,0 +1,53 @@
+"""Root-mean-square normalisation, with the residual sum in front of it."""
+
+from __future__ import annotations
+
+from typing import overload
+
+from torch import Tensor
+
+from octavo.kernels import backend, checks
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: None = None) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32.
+
+    Args:
+        x: (..., D) of any float dtype, any strides with a contiguous last dimension. Not changed.
+        weight: (D,), any float dtype.
+        eps: added to the mean square.
+        residual: of the shape and dtype of x. When given, ``new_residual = x + residual`` (rounded to the dtype of x)
+            is what gets normalised.
+
+    Returns:
+        ``out``, a new contiguous tensor of the shape and dtype of x; with a residual ``(out, new_residual)``.
+
+    Raises:
+        KernelArgumentError: a shape, dtype, device or stride is wrong.
+    """
+    name = "rms_norm"
+    device = x.device
+    shape = x.shape
+    if len(shape) == 0:
+        raise checks.wrong(name, "x", "of shape (..., D)", "a scalar")
+    checks.floats(name, "x", x, device)
+    checks.tensor(name, "weight", weight, "D", device)
+    if weight.shape[0] != shape[-1]:
+        expected = f"of shape ({shape[-1]},) like the last dimension of x"
+        raise checks.wrong(name, "weight", expected, f"shape {tuple(weight.shape)}")
+    if residual is not None:
+        if residual.shape != shape or residual.dtype != x.dtype:
+            expected = f"{x.dtype} of shape {tuple(shape)} like x"
+            raise checks.wrong(
+                name, "residual", expected, f"{residual.dtype} of shape {tuple(residual.shape)}"
+            )
+        checks.floats(name, "residual", residual, device)
+    kernel = backend.select(name, device.type, x.dtype, weight.dtype)
+    out, new_residual = kernel(x, weight, eps, residual)
+    return out if residual is None else (out, new_residual)

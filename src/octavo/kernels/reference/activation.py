@@ -1,0 +1,13 @@
+"""The gated activation of the MLP."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """`silu(gate) * up` of `x = [gate | up]`."""
+    gate, up = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(x.dtype)
