@@ -1,0 +1,125 @@
+"""Engine options: one frozen object, checked when it is made, printed well. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+from octavo.errors import ConfigError, nearest
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS: Final = ("auto", "safetensors", "gguf", "dummy")
+QUANTIZATIONS: Final = (None, "float16", "int8")
+DEVICES: Final = ("auto", "cpu")
+
+DEFAULT_MAX_NUM_SEQS: Final = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes an engine, under vLLM's names where vLLM has one.
+
+    model: local folder, GGUF file, Hugging Face repo id, or a built-in name.
+    dtype: of activations and unquantised weights; ``auto`` is float32 on a CPU.
+    device: ``auto`` or ``cpu``.
+    load_format: ``auto`` looks at what is there; ``dummy`` fills seeded random weights.
+    quantization: how linear weights are held: None (as `dtype`), ``float16``, ``int8`` (weight only).
+    revision: branch, tag or commit of a repo id.
+    max_model_len: longest prompt plus output, in tokens; None takes the model's own limit.
+    max_num_seqs: most sequences running at once.
+    max_num_batched_tokens: token budget of one step; longer prompts are computed in chunks.
+    max_prefill_share: share of that budget prompts may take while other requests are decoding, so that
+        a long prompt never makes running requests wait for a whole budget of it.
+    enable_prefix_caching: reuse K/V of prompts that start alike.
+    block_size: tokens per KV block, a power of two.
+    num_blocks / kv_cache_memory: size of the KV cache in blocks, or in bytes (``"2GiB"`` or a number); give
+        at most one. With neither it is sized from free memory.
+    kv_cache_dtype: of the KV cache; ``auto`` is `dtype`.
+    seed: of dummy weights and of requests that bring no seed of their own.
+    num_threads: CPU threads for the model; None takes every core this process may use.
+    enforce_eager: no CUDA graphs. A CPU has none, so here both values mean the same.
+    tensor_parallel_size: 1 is the only value so far.
+    trace: file that receives one JSON line per step.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    quantization: str | None = None
+    revision: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    max_prefill_share: float = 0.5
+    enable_prefix_caching: bool = True
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | str | None = None
+    kv_cache_dtype: str = "auto"
+    seed: int = 0
+    num_threads: int | None = None
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    trace: str | None = None
+
+    @classmethod
+    def from_options(cls, model: str | os.PathLike[str], **options: Any) -> EngineConfig:
+        """Build from keyword arguments; an unknown name is a ConfigError that suggests the nearest one."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown engine option {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+        return cls(model=os.fspath(model), **options)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a non-empty path or name, got {self.model!r}")
+        self._one_of("dtype", DTYPES)
+        self._one_of("kv_cache_dtype", DTYPES)
+        self._one_of("load_format", LOAD_FORMATS)
+        self._one_of("quantization", QUANTIZATIONS)
+        self._one_of("device", DEVICES)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
+            self._positive_int(name)
+        for name in ("max_model_len", "num_blocks", "num_threads"):
+            if getattr(self, name) is not None:
+                self._positive_int(name)
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be an int, got {self.seed!r}")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two, got {self.block_size}; 16 is the default")
+        share = self.max_prefill_share
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"max_prefill_share must be above 0 and at most 1, got {share!r}")
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give only one of them")
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; the only value is 1"
+            )
+        if self.quantization is not None and self.dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"quantization={self.quantization!r} computes in float32 and cannot be combined with "
+                f"dtype={self.dtype!r}; leave dtype at 'auto'"
+            )
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        """A new config with some values changed; checked like any other."""
+        return replace(self, **changes)
+
+    def _one_of(self, name: str, known: tuple[str | None, ...]) -> None:
+        value = getattr(self, name)
+        if value not in known:
+            hint = nearest(value, [k for k in known if k]) if isinstance(value, str) else ""
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}{hint}")
+
+    def _positive_int(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")

@@ -1,0 +1,98 @@
+"""From an EngineConfig to a running engine: load, size the cache, join the parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from octavo.cache.manager import KVCacheManager
+from octavo.cache.sizing import available_memory_bytes, parse_memory, resolve_num_blocks
+from octavo.cache.spec import KVCacheSpec
+from octavo.cache.storage import KVCache
+from octavo.config import EngineConfig
+from octavo.engine.batch import BatchBuilder
+from octavo.engine.core import Engine
+from octavo.engine.runner import ModelRunner
+from octavo.engine.sampler import Sampler
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import ConfigError
+from octavo.models.registry import LoadedModel
+from octavo.sampling_params import eos_token_ids
+from octavo.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo")
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, how much of it is done, and how much there is."""
+
+
+def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
+    """Join a loaded model, a KV cache sized for it and a scheduler.
+
+    Raises ConfigError for limits the model cannot meet, CapacityError when not one block fits.
+    """
+    config = _resolve(config, loaded)
+    assert config.max_model_len is not None
+    spec = kv_cache_spec(config, loaded)
+    num_blocks = resolve_num_blocks(
+        spec,
+        num_blocks=config.num_blocks,
+        memory_bytes=None if config.kv_cache_memory is None else parse_memory(config.kv_cache_memory),
+        free_bytes=available_memory_bytes(),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.1f MiB", num_blocks, spec.block_size, num_blocks * spec.bytes_per_block / 2**20
+    )
+    cache = KVCacheManager(
+        num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        model_id=loaded.model_id,
+    )
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        max_prefill_share=config.max_prefill_share,
+    )
+    batches = BatchBuilder(
+        cache.block_table,
+        num_rows=scheduler.max_num_rows,
+        max_blocks_per_row=-(-config.max_model_len // config.block_size),
+        block_size=config.block_size,
+    )
+    vocab_size = loaded.config.vocab_size
+    runner = ModelRunner(loaded.model, KVCache(spec, num_blocks, torch.device("cpu")), batches, Sampler(vocab_size))
+    eos = {*eos_token_ids(loaded.generation_config)}
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    return Engine(config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer)
+
+
+def kv_cache_spec(config: EngineConfig, loaded: LoadedModel) -> KVCacheSpec:
+    """What a block of this model's cache looks like; `octavo kv` computes its figures from the same spec."""
+    shape = loaded.config
+    dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else config.dtype
+    return KVCacheSpec(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        block_size=config.block_size,
+    )
+
+
+def _resolve(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    longest = loaded.config.rope.num_positions
+    max_model_len = config.max_model_len or loaded.config.max_position_embeddings
+    if max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is above what the model's positions allow ({longest}); lower it"
+        )
+    dtype = "float32" if config.dtype == "auto" else config.dtype
+    return config.replace(max_model_len=max_model_len, dtype=dtype)

@@ -1,0 +1,221 @@
+"""The engine: takes token ids, gives finished requests. One `step` is schedule, run, sample, commit, emit.
+
+    prompt ids -> add_request -> Scheduler -> ModelRunner -> Sampler -> Scheduler.commit -> OutputProcessor
+
+Single threaded: callers add, abort and step from one thread. It holds the model, the cache and every request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+
+from octavo.cache.manager import KVCacheManager
+from octavo.config import EngineConfig
+from octavo.engine.output import OutputProcessor
+from octavo.engine.request import Request
+from octavo.engine.runner import ModelRunner
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.trace import StepTrace
+from octavo.errors import EngineError, RequestError
+from octavo.sampling_params import SamplingParams
+from octavo.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts at one moment. `num_*_tokens` and the events are totals since the engine started."""
+
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_owned_blocks: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_hit_tokens: int
+    num_preemptions: int
+    num_evictions: int
+
+
+class Engine:
+    """Every unfinished request, and the loop that moves them on. Built by `octavo.engine.build.build_engine`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        eos_token_ids: Seq[int] = (),
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.requests: dict[str, Request] = {}
+        self.output = OutputProcessor(scheduler, tokenizer)
+        self.trace = StepTrace(config.trace, self.cache) if config.trace else None
+        self._clock = clock
+        self._arrivals = itertools.count()
+        self._next_seq_id = 0
+        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = self._num_hit_tokens = 0
+        self._is_closed = False
+
+    @property
+    def cache(self) -> KVCacheManager:
+        return self.scheduler.cache
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(
+        self,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        stream: bool = False,
+    ) -> Request:
+        """Queue a prompt. Its output appears on the returned request when `step` has finished it.
+
+        priority: lower runs first. cache_salt: prompts share cached K/V only under the same salt. stream: also
+        fill `request.chunks` as text appears.
+
+        Raises RequestError or CapacityError when it can never be served; nothing is queued then.
+        """
+        if self._is_closed:
+            raise EngineError("the engine is closed; make a new LLM")
+        self._check_prompt(prompt_token_ids)
+        params.validate_for(self.vocab_size, self.scheduler.max_model_len)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
+        arrival = next(self._arrivals)
+        request_id = request_id or f"request-{arrival}"
+        if request_id in self.requests:
+            raise RequestError(f"request_id {request_id!r} is already running; choose another")
+        base = params.seed if params.seed is not None else _mix(self.config.seed, arrival)
+        request = Request(
+            request_id,
+            list(prompt_token_ids),
+            params,
+            seeds=[base if i == 0 else _mix(base, i) for i in range(params.n)],
+            first_seq_id=self._next_seq_id,
+            arrival=arrival,
+            prompt=prompt,
+            eos_token_ids=self.eos_token_ids,
+            priority=priority,
+            cache_salt=cache_salt,
+            stream=stream,
+            arrival_s=self._clock(),
+        )
+        self.scheduler.add(request)
+        self._next_seq_id += params.n
+        self.requests[request_id] = request
+        return request
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that have news (a chunk, or their output). Empty when idle.
+
+        A step that raises ends the requests that ran in it with an error; the others, and the engine, go on.
+        """
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        began = self._clock()
+        for seq in plan.admitted:
+            if seq.request.first_scheduled_s is None:
+                seq.request.first_scheduled_s = began
+        if self.trace:
+            self.trace.begin(plan)
+        try:
+            sampled = self.runner.execute(plan)
+        except Exception as error:
+            logger.exception("a step failed; its %d sequences end with an error", len(plan.sequences))
+            now = self._clock()
+            for seq in plan.sequences:
+                self.output.fail(seq, f"the step failed: {type(error).__name__}: {error}", now)
+            changed = list({seq.request.request_id: seq.request for seq in plan.sequences}.values())
+        else:
+            self.scheduler.commit(plan, sampled.token_ids)
+            changed = self.output.process(plan, sampled, self._clock())
+            self._num_prompt_tokens += plan.num_tokens - plan.num_decode_rows
+            self._num_output_tokens += len(plan.sampled)
+            self._num_hit_tokens += plan.num_hit_tokens
+        self._num_steps += 1
+        if self.trace:
+            self.trace.end(self._clock() - began, len(self.scheduler.waiting), len(self.scheduler.running))
+        self._forget_finished(changed)
+        return changed
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, wherever it stands. Unknown or finished ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.output.abort(request, self._clock())
+            self._forget_finished([request])
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            num_free_blocks=self.cache.num_free,
+            num_cached_blocks=self.cache.num_cached,
+            num_owned_blocks=self.cache.num_owned,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_evictions=self.cache.num_evictions,
+        )
+
+    def close(self) -> None:
+        """Abort what is left and refuse what comes. Closing twice is a no-op."""
+        if self._is_closed:
+            return
+        for request_id in list(self.requests):
+            self.abort(request_id)
+        if self.trace:
+            self.trace.close()
+        self._is_closed = True
+
+    def _check_prompt(self, prompt_token_ids: Seq[int]) -> None:
+        if not prompt_token_ids:
+            raise RequestError("prompt is empty: there is no token to continue from; give at least one token")
+        for i, token_id in enumerate(prompt_token_ids):
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise RequestError(f"prompt_token_ids[{i}] must be an int, got {token_id!r}")
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"prompt_token_ids[{i}] is {token_id}, outside the vocabulary (0 to {self.vocab_size - 1})"
+                )
+
+    def _forget_finished(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.output is not None:
+                self.requests.pop(request.request_id, None)
+
+
+def _mix(seed: int, index: int) -> int:
+    """A 63-bit seed for the index-th stream of `seed` (the finaliser of splitmix64, Steele et al. 2014)."""
+    mask = (1 << 64) - 1
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1

@@ -1,0 +1,69 @@
+"""One JSON line per step: who ran, how much, and what became of the blocks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TextIO
+
+from octavo.cache.manager import KVCacheManager
+from octavo.engine.schedule import Schedule
+from octavo.errors import ConfigError
+
+
+class StepTrace:
+    """Writes the record of each step to a file; see docs/architecture.md for the fields."""
+
+    def __init__(self, path: str, cache: KVCacheManager) -> None:
+        try:
+            self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise ConfigError(f"trace: cannot write {path!r}: {error.strerror}") from error
+        self._cache = cache
+        self._step = 0
+        self._num_evictions = 0
+        self._record: dict[str, Any] = {}
+
+    def begin(self, plan: Schedule) -> None:
+        """Note what is about to run; must come before the commit moves the counts on."""
+        self._record = {
+            "step": self._step,
+            "num_tokens": plan.num_tokens,
+            "num_decode_rows": plan.num_decode_rows,
+            "rows": [
+                {
+                    "request": seq.request.request_id,
+                    "index": seq.index,
+                    "row": seq.row,
+                    "start": seq.num_computed_tokens,
+                    "num_tokens": num_new,
+                }
+                for seq, num_new in zip(plan.sequences, plan.num_new_tokens, strict=True)
+            ],
+            "num_sampled": len(plan.sampled),
+            "admitted": [seq.request.request_id for seq in plan.admitted],
+            "preempted": [seq.request.request_id for seq in plan.preempted],
+            "num_hit_tokens": plan.num_hit_tokens,
+            "num_copied_blocks": len(plan.copies),
+        }
+
+    def end(self, seconds: float, num_waiting: int, num_running: int) -> None:
+        """Write the record of the step that `begin` noted, with the state it left behind."""
+        evictions = self._cache.num_evictions
+        self._record |= {
+            "num_waiting": num_waiting,
+            "num_running": num_running,
+            "num_evictions": evictions - self._num_evictions,
+            "blocks": {
+                "free": self._cache.num_free,
+                "cached": self._cache.num_cached,
+                "owned": self._cache.num_owned,
+            },
+            "step_s": round(seconds, 6),
+        }
+        self._file.write(json.dumps(self._record) + "\n")
+        self._file.flush()
+        self._step += 1
+        self._num_evictions = evictions
+
+    def close(self) -> None:
+        self._file.close()
