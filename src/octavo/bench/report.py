@@ -1,0 +1,290 @@
+"""Result files, and the tables of README and docs that are generated from them.
+
+A result file is ``bench/results/<hardware>/<name>.json``::
+
+    {"command": str, "commit": str, "date": str, "hardware": str, "versions": {str: str},
+     "rows": [{"name": str, "value": number, "unit": str, "better": "higher" | "lower",
+               "floor": number | null, "peers": {str: number}, "ratio": {str: number}}]}
+
+`ratio` is how many times better Octavo is than that peer, in the direction of `better`. A document asks
+for a table with ``<!-- results: <hardware>/<name> [row name pattern] -->`` and ``<!-- /results -->``
+around it; ``python -m octavo.bench.report`` fills in what stands between, ``--check`` only compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import OctavoError
+
+PACKAGES = (
+    "octavo",
+    "torch",
+    "numpy",
+    "numba",
+    "tokenizers",
+    "transformers",
+    "llama-cpp-python",
+    "xllamacpp",
+    "triton",
+)
+
+
+class ResultFileError(OctavoError, ValueError):
+    """A result file lacks a key, or holds a value of the wrong kind."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured value. `floor` is what the project promises at the least (or at the most, for `lower`)."""
+
+    name: str
+    value: float
+    unit: str
+    better: str = "higher"
+    floor: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> dict[str, float]:
+        """Per peer, how many times better this value is; above 1 means Octavo is ahead."""
+        if self.better == "higher":
+            return {peer: round(self.value / value, 3) for peer, value in self.peers.items()}
+        return {peer: round(value / self.value, 3) for peer, value in self.peers.items()}
+
+
+def write_result(
+    path: Path, rows: list[Row], *, command: str, extra_versions: dict[str, str] | None = None
+) -> None:
+    """Writes a result file with today's date, this commit, this machine and the versions in use.
+
+    `extra_versions` names peers that live in an environment of their own.
+    """
+    result = {
+        "command": command,
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "hardware": hardware(),
+        "versions": {**versions(), **(extra_versions or {})},
+        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+    }
+    validate(result, str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The content of a result file; `ResultFileError` when it is not one."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultFileError(f"{path} is no readable result file: {error}") from error
+    validate(result, str(path))
+    checked: dict[str, Any] = result
+    return checked
+
+
+def validate(result: Any, where: str) -> None:
+    """Raises `ResultFileError` unless `result` has exactly the shape at the top of this module."""
+
+    def expect(holds: bool, what: str) -> None:
+        if not holds:
+            raise ResultFileError(f"{where}: {what}")
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    def is_numbers(value: Any) -> bool:
+        return isinstance(value, dict) and all(isinstance(k, str) and is_number(v) for k, v in value.items())
+
+    expect(isinstance(result, dict), "must be a JSON object")
+    keys = {"command", "commit", "date", "hardware", "versions", "rows"}
+    expect(set(result) == keys, f"must have the keys {sorted(keys)}, has {sorted(result)}")
+    for key in ("command", "commit", "date", "hardware"):
+        expect(isinstance(result[key], str) and bool(result[key]), f"{key} must be a non-empty string")
+    versions = result["versions"]
+    expect(
+        isinstance(versions, dict) and all(isinstance(v, str) for v in versions.values()),
+        "versions must be strings",
+    )
+    expect(isinstance(result["rows"], list) and bool(result["rows"]), "rows must be a non-empty list")
+    row_keys = {"name", "value", "unit", "better", "floor", "peers", "ratio"}
+    for index, row in enumerate(result["rows"]):
+        at = f"rows[{index}]"
+        expect(isinstance(row, dict) and set(row) == row_keys, f"{at} must have the keys {sorted(row_keys)}")
+        expect(
+            isinstance(row["name"], str) and isinstance(row["unit"], str),
+            f"{at}: name and unit must be strings",
+        )
+        expect(is_number(row["value"]), f"{at}.value must be a number")
+        expect(row["better"] in ("higher", "lower"), f"{at}.better must be 'higher' or 'lower'")
+        expect(row["floor"] is None or is_number(row["floor"]), f"{at}.floor must be a number or null")
+        expect(
+            is_numbers(row["peers"]) and is_numbers(row["ratio"]),
+            f"{at}: peers and ratio must map to numbers",
+        )
+        expect(set(row["peers"]) == set(row["ratio"]), f"{at}: every peer needs a ratio")
+
+
+def commit() -> str:
+    """The checked-out commit, ``+changes`` when files differ from it; ``unknown`` outside a checkout."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).parent
+    return subprocess.run(
+        ("git", "-C", str(here), *arguments), capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def versions() -> dict[str, str]:
+    """Python and every installed package that bears on speed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> str:
+    """One line: processor, what it can do, cores this process may use, memory."""
+    model, flags = cpu_info()
+    wide = [
+        name
+        for name in ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "asimd")
+        if name in flags
+    ]
+    parts = [model, "+".join(wide) or platform.machine(), f"{num_cores()} cores"]
+    memory = memory_bytes()
+    if memory:
+        parts.append(f"{memory / 2**30:.0f} GiB")
+    return ", ".join(parts)
+
+
+def hardware_slug() -> str:
+    """The folder name of this machine under bench/results/, such as ``amd-epyc-2-cores``."""
+    model, _ = cpu_info()
+    words = re.sub(r"\(.*?\)|processor|cpu|@.*|\d+-core", " ", model.lower())
+    return "-".join([*re.findall(r"[a-z0-9]+", words), f"{num_cores()}-cores"])
+
+
+def cpu_info() -> tuple[str, frozenset[str]]:
+    """Name of the processor and its feature flags (empty where the system does not list them)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine(), frozenset()
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return (
+        name.group(1).strip() if name else platform.machine(),
+        frozenset(flags.group(1).split()) if flags else frozenset(),
+    )
+
+
+def num_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Physical memory; 0 where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def number(value: float) -> str:
+    """Three significant digits, whole from a thousand on."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def table(result: dict[str, Any], pattern: str = "*") -> str:
+    """A Markdown table of the rows whose name matches `pattern`, and a line that says where it is from."""
+    rows = [row for row in result["rows"] if fnmatch.fnmatch(row["name"], pattern)]
+    if not rows:
+        raise ResultFileError(f"no row of {result['command']!r} matches {pattern!r}")
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+    has_floor = any(row["floor"] is not None for row in rows)
+    header = ["", "Octavo", *peers, *(["promised"] if has_floor else [])]
+    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
+    for row in rows:
+        cells = [row["name"], f"{number(row['value'])} {row['unit']}"]
+        for peer in peers:
+            cells.append(
+                f"{number(row['peers'][peer])} ({row['ratio'][peer]:.2f}x)" if peer in row["peers"] else ""
+            )
+        if has_floor:
+            bound = "at least" if row["better"] == "higher" else "at most"
+            cells.append("" if row["floor"] is None else f"{bound} {number(row['floor'])}")
+        lines.append("| " + " | ".join(cells) + " |")
+    used = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "octavo")
+    where = f"on {result['hardware']}; {result['date']}, commit {result['commit'][:10]}; {used}."
+    source = f"`{result['command']}` {where}"
+    if peers:
+        source += " In brackets: how many times better Octavo is."
+    return "\n".join([*lines, "", source])
+
+
+_MARKED = re.compile(r"(<!-- results: (\S+)(?: (.+?))? -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+
+def with_tables(document: str, results: Path) -> str:
+    """`document` with every marked table written anew from the files under `results`."""
+
+    def fill(match: re.Match[str]) -> str:
+        result = read_result(results / f"{match.group(2)}.json")
+        return f"{match.group(1)}{table(result, match.group(3) or '*')}\n{match.group(4)}"
+
+    return _MARKED.sub(fill, document)
+
+
+def documents(root: Path) -> list[Path]:
+    """README.md and everything in docs/ under the root of a checkout."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rewrites stale tables, or with ``--check`` names them and returns 1."""
+    parser = argparse.ArgumentParser(prog="python -m octavo.bench.report", description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a table is stale")
+    parser.add_argument("--root", type=Path, default=Path.cwd(), help="root of the checkout (default: here)")
+    options = parser.parse_args(argv)
+    stale = 0
+    for path in documents(options.root):
+        text = path.read_text(encoding="utf-8")
+        filled = with_tables(text, options.root / "bench" / "results")
+        if filled != text:
+            stale += 1
+            print(f"{'stale' if options.check else 'rewritten'}: {path.relative_to(options.root)}")
+            if not options.check:
+                path.write_text(filled, encoding="utf-8")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The `octavo` command: one module per subcommand, imported when that subcommand is called."""

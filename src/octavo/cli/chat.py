@@ -1,0 +1,186 @@
+"""`octavo chat MODEL`: a conversation on the terminal, or through a pipe (one message per line)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.options import EngineOptions, SamplingOptions, expands
+from octavo.cli.session import describe_timing, open_llm
+from octavo.errors import OctavoError, RequestError, nearest
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from rich.console import Console
+
+    from octavo.outputs import RequestOutput
+    from octavo.sampling_params import SamplingParams
+
+app = typer.Typer(add_completion=False)
+
+HELP = {
+    "/help": "this list",
+    "/reset": "forget the conversation",
+    "/stats": "numbers of the last answer and of the engine",
+    "/exit": "leave (Ctrl-D does, too)",
+}
+
+
+@app.command()
+@expands(sampling=SamplingOptions, engine=EngineOptions)
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(help="Folder, .gguf file, Hugging Face repo id, or smollm2-135m.", metavar="MODEL"),
+    ] = "smollm2-135m",
+    system: Annotated[str | None, typer.Option(help="System message the conversation starts with.")] = None,
+    *,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer, /help lists the commands."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with open_llm(model, engine) as llm:
+        if llm.tokenizer.chat_template is None:
+            raise RequestError(f"{model} has no chat template; use `octavo generate {model} PROMPT` instead")
+        params = sampling.apply(llm.get_default_sampling_params())
+        if params.n != 1:
+            raise RequestError(f"a chat shows one answer at a time, got n={params.n}; use `octavo generate`")
+        if sys.stdin.isatty():
+            console.print(f"[bold]{model}[/bold] – /help lists the commands, Ctrl-C stops an answer")
+        with _line_history():
+            Conversation(llm, params, system, console).run()
+
+
+class Conversation:
+    """The messages so far, and what a typed line does to them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, console: Console) -> None:
+        self.llm = llm
+        self.params = params
+        self.console = console
+        self.opening = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.opening)
+        self.last: RequestOutput | None = None
+
+    def run(self) -> None:
+        """Reads lines until the end of input or /exit."""
+        while True:
+            try:
+                line = self._read()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self.console.print()
+                continue
+            if not line:
+                continue
+            if not line.startswith("/"):
+                self.answer(line)
+            elif line == "/exit":
+                return
+            else:
+                self.command(line)
+
+    def _read(self) -> str:
+        if not sys.stdin.isatty():
+            return input().strip()
+        # The escape codes are bracketed so that readline does not count them as columns.
+        return input(
+            "\001\033[1;36m\002you>\001\033[0m\002 " if self.console.is_terminal else "you> "
+        ).strip()
+
+    def command(self, line: str) -> None:
+        """Carries out a line that starts with a slash."""
+        if line == "/help":
+            for name, meaning in HELP.items():
+                self.console.print(f"  {name:8} {meaning}", style="dim")
+        elif line == "/reset":
+            self.messages = list(self.opening)
+            self.last = None
+            self.console.print("the conversation is forgotten", style="dim")
+        elif line == "/stats":
+            if self.last is not None:
+                self.console.print(describe_timing(self.last), style="dim")
+            for name, value in dataclasses.asdict(self.llm.stats()).items():
+                self.console.print(f"  {name}: {value}", style="dim", markup=False)
+        else:
+            known = nearest(line, HELP) or "; /help lists what there is"
+            self.console.print(f"no command {line}{known}", style="red", markup=False)
+
+    def answer(self, text: str) -> None:
+        """Streams the answer to `text`; an interrupted answer stays in the conversation as far as it came."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        said = ""
+        try:
+            with _interrupt_flag() as interrupted:
+                stream = self.llm.stream_chat(messages, self.params)
+                for chunk in stream:
+                    said += chunk.text
+                    self._print_piece(chunk.text)
+                    self.last = chunk.output or self.last
+                    if interrupted:
+                        # Closing the stream aborts the request and frees its blocks.
+                        stream.close()
+                        break
+        except OctavoError as error:
+            self.console.print(f"{error}", style="red", markup=False)
+            if isinstance(error, RequestError):
+                self.console.print("/reset forgets the conversation and makes room", style="dim")
+            return
+        self.console.print(" [dim](stopped)[/dim]" if interrupted else "")
+        self.messages = [*messages, {"role": "assistant", "content": said}]
+
+    def _print_piece(self, piece: str) -> None:
+        self.console.print(piece, end="", style="green", markup=False, soft_wrap=True)
+        self.console.file.flush()
+
+
+@contextlib.contextmanager
+def _interrupt_flag() -> Iterator[list[bool]]:
+    """While inside, Ctrl-C fills the list instead of raising in the middle of an engine step.
+
+    The second Ctrl-C raises as usual, should the first not be noticed.
+    """
+    pressed: list[bool] = []
+
+    def note(signum: int, frame: Any) -> None:
+        pressed.append(True)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _line_history() -> Iterator[None]:
+    """Arrow keys recall earlier lines, across runs where the home folder can be written."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    try:
+        import readline
+    except ImportError:  # not part of Python on Windows
+        yield
+        return
+    path = Path.home() / ".octavo_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        readline.set_history_length(1000)
+        with contextlib.suppress(OSError):
+            readline.write_history_file(path)

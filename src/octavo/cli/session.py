@@ -1,0 +1,63 @@
+"""What `generate` and `chat` have in common: opening the engine, and showing numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from octavo.cli.options import EngineOptions
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+    from octavo.outputs import RequestOutput
+
+
+def open_llm(model: str, engine: EngineOptions) -> LLM:
+    """The engine for `model`; on a terminal a spinner shows that it is loading."""
+    # Imported here so that `--help` and usage errors do not wait for torch.
+    if not sys.stderr.isatty():
+        from octavo.llm import LLM
+
+        return LLM(model, **engine.llm_kwargs())
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"loading {model}"):
+        from octavo.llm import LLM
+
+        return LLM(model, **engine.llm_kwargs())
+
+
+def describe_timing(output: RequestOutput) -> str:
+    """One line: tokens in and out, cache hit, time to first token, tokens a second after it."""
+    prompt = len(output.prompt_token_ids)
+    generated = sum(len(completion.token_ids) for completion in output.outputs)
+    parts = [f"{prompt} prompt tokens ({output.num_cached_tokens} cached)", f"{generated} generated"]
+    metrics = output.metrics
+    if metrics.ttft_s is not None:
+        parts.append(f"first token after {metrics.ttft_s:.2f} s")
+    if metrics.tpot_s:
+        parts.append(f"then {1 / metrics.tpot_s:.1f} tokens/s each")
+    return ", ".join(parts)
+
+
+def output_as_json(output: RequestOutput) -> dict[str, Any]:
+    """A `RequestOutput` as plain JSON values."""
+    return {
+        "prompt": output.prompt,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "outputs": [
+            {
+                "index": completion.index,
+                "text": completion.text,
+                "token_ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+            for completion in output.outputs
+        ],
+        "metrics": dataclasses.asdict(output.metrics),
+        "error": output.error,
+    }
