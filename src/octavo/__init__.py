@@ -1,0 +1,78 @@
+"""Octavo: an LLM inference engine around a paged KV cache.
+
+The names below are resolved when first used, so that ``import octavo`` and ``octavo --help`` load no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.errors import (
+        CapacityError,
+        ConfigError,
+        EngineError,
+        KernelArgumentError,
+        ModelError,
+        OctavoError,
+        RequestError,
+        UnsupportedKernelConfig,
+        WeightsError,
+    )
+    from octavo.llm import LLM
+    from octavo.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
+    from octavo.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "octavo.llm",
+    "SamplingParams": "octavo.sampling_params",
+    "EngineConfig": "octavo.config",
+    "RequestOutput": "octavo.outputs",
+    "CompletionOutput": "octavo.outputs",
+    "StreamChunk": "octavo.outputs",
+    "Logprob": "octavo.outputs",
+    "OctavoError": "octavo.errors",
+    "ConfigError": "octavo.errors",
+    "RequestError": "octavo.errors",
+    "CapacityError": "octavo.errors",
+    "ModelError": "octavo.errors",
+    "WeightsError": "octavo.errors",
+    "KernelArgumentError": "octavo.errors",
+    "UnsupportedKernelConfig": "octavo.errors",
+    "EngineError": "octavo.errors",
+}
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineError",
+    "KernelArgumentError",
+    "Logprob",
+    "ModelError",
+    "OctavoError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamChunk",
+    "UnsupportedKernelConfig",
+    "WeightsError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
