@@ -4,7 +4,8 @@
 
     from octavo.kernels import flash_attn_varlen_func, flash_attn_with_kvcache, write_kv_cache
 
-Importing this loads torch and nothing of the engine. `octavo.kernels.backend` says which implementation runs and why.
+Importing this loads torch and nothing of the engine. `octavo.kernels.backend` says which implementation runs
+and why.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """Which implementation of a kernel runs, and why.
 
-Each kernel has a plain torch twin in `reference/` and may have a faster one in a room of its own (`cpu/`; later
-`triton/`). A room's module `octavo.kernels.<room>.<module>` exports
+Each kernel has a plain torch twin in `reference/` and may have a faster one in a room of its own (`cpu/`;
+later `triton/`). A room's module `octavo.kernels.<room>.<module>` exports
 
 - the kernel, with the signature of its reference twin. Arguments come checked (`checks.py`), indices included
   where they can be read without waiting for a device;
-- `supports(*facts) -> str | None`: None when it can do the job, otherwise the reason why not. The facts of each
-  kernel stand in `KERNELS`. Importing the module may raise ImportError: that is a reason, too.
+- `supports(*facts) -> str | None`: None when it can do the job, otherwise the reason why not. The facts of
+  each kernel stand in `KERNELS`. Importing the module may raise ImportError: that is a reason, too.
 
 What holds for every implementation:
 
-- attention: any strides with a contiguous last dimension; the block size may be any number from 1 (a contiguous
-  cache comes in as one block per sequence); only blocks that hold a visible key are looked up, so table entries
-  left of a window, and past the length, may be -1; masked and unwritten memory never reaches a result; a row
-  without a visible key is 0 with LSE -inf, sinks or not; `out` and `lse` are filled completely; a sink is part
-  of the LSE; `window_size` is negative for "no bound" on a side, and `causal` means right = 0.
+- attention: any strides with a contiguous last dimension; the block size may be any number from 1 (a
+  contiguous cache comes in as one block per sequence); only blocks that hold a visible key are looked up, so
+  table entries left of a window, and past the length, may be -1; masked and unwritten memory never reaches a
+  result; a row without a visible key is 0 with LSE -inf, sinks or not; `out` and `lse` are filled completely;
+  a sink is part of the LSE; `window_size` is negative for "no bound" on a side, and `causal` means right = 0.
 - `slot_mapping` and `positions` are int64, `cu_seqlens_*` and `block_table` int32.
 
-The environment variable OCTAVO_KERNELS forces a room: `reference`, or `cpu` (an error then takes the place of the
-fallback). `auto`, or nothing, is the best one that runs here.
+The environment variable OCTAVO_KERNELS forces a room: `reference`, or `cpu` (an error then takes the place of
+the fallback). `auto`, or nothing, is the best one that runs here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ _selected: dict[tuple[Any, ...], tuple[str, Kernel]] = {}
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """One implementation of one kernel on this machine: whether it runs, whether it is the one, and why not."""
+    """One implementation of one kernel on this machine: whether it runs, whether it is the one, and why
+    not."""
 
     kernel: str
     implementation: str
@@ -91,7 +92,7 @@ def implementation_of(kernel: str, device_type: str = "cpu", *facts: Any) -> str
 
 @contextmanager
 def use(room: str) -> Iterator[None]:
-    """Force a room (or `auto`) inside a `with` block, as OCTAVO_KERNELS does for a process. Not thread-safe."""
+    """Force a room (or `auto`) inside a `with` block, as OCTAVO_KERNELS does for a process; one thread only."""
     global _forced
     before, _forced = _forced, _known_room(room, "backend.use")
     _selected.clear()
@@ -100,6 +101,18 @@ def use(room: str) -> Iterator[None]:
     finally:
         _forced = before
         _selected.clear()
+
+
+def describe() -> list[BackendStatus]:
+    """Every implementation of every kernel on this machine's CPU, for its ordinary case, best first."""
+    return [status for kernel in KERNELS for status in _describe(kernel)]
+
+
+def _describe(kernel: str) -> Iterator[BackendStatus]:
+    selected = implementation_of(kernel)
+    for room in ROOMS:
+        function, reason = _load(room, kernel, KERNELS[kernel][2])
+        yield BackendStatus(kernel, room, function is not None, reason, room == selected)
 
 
 def _known_room(room: str, where: str) -> str:

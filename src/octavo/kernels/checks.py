@@ -1,9 +1,10 @@
 """One wording for every error a kernel's caller can make; all of them are found before anything is written.
 
-A message names the function, the argument, what was expected, what came, and the way out. Shapes, dtypes, devices
-and strides are checked for every call. *Values* of index tensors (prefix sums, block tables, slots, positions) are
-checked where they can be read without waiting for a device, that is on the CPU; each distinct content is checked
-once and then recognised by its bytes, because the layers of a model pass the same indices one after another.
+A message names the function, the argument, what was expected, what came, and the way out. Shapes, dtypes,
+devices and strides are checked for every call. *Values* of index tensors (prefix sums, block tables, slots,
+positions) are checked where they can be read without waiting for a device, that is on the CPU; each distinct
+content is checked once and then recognised by its bytes, because the layers of a model pass the same indices
+one after another.
 """
 
 from __future__ import annotations
@@ -167,7 +168,42 @@ def output(function: str, out: Tensor, q: Tensor) -> None:
     floats(function, "out", out, q.device)
 
 
-# ---- values of index tensors, read only on the CPU -----------------------------------------------------------------
+def appended(
+    function: str,
+    k: Tensor | None,
+    v: Tensor | None,
+    k_cache: Tensor,
+    batch: int,
+    cache_seqlens: Tensor | int | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+) -> int:
+    """Keys and values to append, and the angles to turn them by; returns how many there are per sequence."""
+    for name, given, other, there in (("v", v, "k", k), ("rotary_sin", rotary_sin, "rotary_cos", rotary_cos)):
+        if (given is None) != (there is None):
+            raise wrong(function, name, f"given exactly when {other} is", "only one of the two")
+    if k is None or v is None:
+        if rotary_cos is not None:
+            way_out = "Turn q yourself with apply_rotary, or append k and v here."
+            raise wrong(function, "rotary_cos", "None without k and v", "a tensor", way_out)
+        return 0
+    if cache_seqlens is None:
+        raise wrong(function, "cache_seqlens", "given with k: where the new keys go", None)
+    _, _, num_kv_heads, head_dim = k_cache.shape
+    tensor(function, "k", k, "B, Snew, num_kv_heads, head_dim", k_cache.device)
+    tensor(function, "v", v, "B, Snew, num_kv_heads, head_dim", k_cache.device)
+    same(function, "v", v, "k", k)
+    if k.shape[0] != batch or k.shape[2:] != k_cache.shape[2:]:
+        expected = f"of shape ({batch}, Snew, {num_kv_heads}, {head_dim}) like q and the cache"
+        raise wrong(function, "k", expected, f"shape {tuple(k.shape)}")
+    if rotary_cos is not None and rotary_sin is not None:
+        tensor(function, "rotary_cos", rotary_cos, "max_position, rotary_dim / 2", k.device)
+        tensor(function, "rotary_sin", rotary_sin, "max_position, rotary_dim / 2", k.device)
+        same(function, "rotary_sin", rotary_sin, "rotary_cos", rotary_cos)
+    return k.shape[1]
+
+
+# ---- values of index tensors, read only on the CPU ----
 
 _accepted: dict[str, tuple[Any, ...]] = {}  # the last content found right, per function: bytes and bounds
 
@@ -214,7 +250,7 @@ def ragged(
     num_blocks: int,
     size: int,
 ) -> None:
-    """Prefix sums that rise from 0 to the number of tokens, bounds that hold, and a block for every visible key."""
+    """Prefix sums that rise from 0 to the number of tokens, bounds that hold, a block for every visible key."""
     table = b"" if block_table is None else _content(block_table)
     bounds = (max_seqlen_q, max_seqlen_k, num_rows, num_packed_keys, window_left, num_blocks, size)
     key = (_content(cu_seqlens_q), _content(cu_seqlens_k), table, bounds)
@@ -226,6 +262,43 @@ def ragged(
         first = np.maximum(lens_k - lens_q - window_left, 0) if window_left >= 0 else np.zeros_like(lens_k)
         _blocks(function, block_table.numpy(), first, np.where(lens_q > 0, lens_k, 0), num_blocks, size)
     _accepted["ragged"] = key
+
+
+def cache_rows(function: str, cache_batch_idx: Tensor, num_rows: int) -> None:
+    """Every sequence names a row of the contiguous cache."""
+    for b, row in enumerate(cache_batch_idx.tolist()):
+        if not 0 <= row < num_rows:
+            raise wrong(function, f"cache_batch_idx[{b}]", f"from 0 to {num_rows - 1}, a row of k_cache", row)
+
+
+def cache_values(
+    function: str,
+    lens: Tensor,
+    num_new: int,
+    leftpad: Tensor | None,
+    first_key: Tensor | None,
+    table: Tensor,
+    num_blocks: int,
+    size: int,
+) -> None:
+    """Lengths inside the capacity, padding inside the length, a block for every visible and every new key."""
+    before: np.ndarray[Any, Any] = lens.numpy().astype(np.int64)
+    after = before + num_new
+    capacity = table.shape[1] * size
+    for b, length in enumerate(before):
+        if not 0 <= length <= capacity - num_new:
+            expected = f"from 0 to the capacity {capacity}" + (
+                f" less the {num_new} new keys" if num_new else ""
+            )
+            raise wrong(
+                function, f"cache_seqlens[{b}]", expected, length, "Use a larger cache or block table."
+            )
+    if leftpad is not None:
+        for b, padding in enumerate(leftpad.tolist()):
+            if not 0 <= padding <= after[b]:
+                raise wrong(function, f"cache_leftpad[{b}]", f"from 0 to the {after[b]} keys", padding)
+    first = np.zeros_like(after) if first_key is None else np.minimum(first_key.numpy(), before)
+    _blocks(function, table.numpy(), first, after, num_blocks, size)
 
 
 def _lengths(

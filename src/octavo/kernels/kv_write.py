@@ -22,22 +22,27 @@ def write_kv_cache(
 ) -> None:
     """Scatter T new keys and values into their slots, in place.
 
-    ``k_cache[s // block_size, s % block_size] = k[t]`` for each token t with ``s = slot_mapping[t] >= 0``, likewise V::
+    ``k_cache[s // block_size, s % block_size] = k[t]`` for each token t with ``s = slot_mapping[t] >= 0``,
+    likewise V::
 
         slot_mapping   5  -1   2        block 0: . . k2 .     (block_size 4; token 1 is padding)
         k             k0  k1  k2        block 1: . k0 .  .
 
     Args:
-        k, v: (T, num_kv_heads, head_dim); float32, float16, bfloat16 or float64; any strides with a contiguous last
-            dimension (slices of a fused qkv are fine). Converted to the dtype of the caches.
+        k, v: (T, num_kv_heads, head_dim); float32, float16, bfloat16 or float64; any strides with a
+            contiguous last dimension (slices of a fused qkv are fine). Converted to the dtype of the caches.
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), any strides with a contiguous last
-            dimension (both may be views of one interleaved tensor); block_size a power of two. Written in place.
-        slot_mapping: (T,) int64 or int32. Negative = padding, the token is not written. Two tokens must not share
+            dimension (both may be views of one interleaved tensor); block_size a power of two. Written in
+            place.
+        slot_mapping: (T,) int64 or int32. Negative = padding, the token is not written. Two tokens must not
+            share
             a slot: which one stays is then undefined.
-        k_scale, v_scale: for quantised caches, which this version does not have; anything but None is refused.
+        k_scale, v_scale: for quantised caches, which this version does not have; anything but None is
+            refused.
 
     Raises:
-        KernelArgumentError: a shape, dtype, device or stride is wrong, or (on the CPU) a slot lies past the cache.
+        KernelArgumentError: a shape, dtype, device or stride is wrong, or (on the CPU) a slot lies past the
+            cache.
         UnsupportedKernelConfig: a quantised cache or a scale.
         In both cases the caches are untouched.
     """

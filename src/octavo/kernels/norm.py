@@ -22,8 +22,8 @@ def rms_norm(
         x: (..., D) of any float dtype, any strides with a contiguous last dimension. Not changed.
         weight: (D,), any float dtype.
         eps: added to the mean square.
-        residual: of the shape and dtype of x. When given, ``new_residual = x + residual`` (rounded to the dtype of x)
-            is what gets normalised.
+        residual: of the shape and dtype of x. When given, ``new_residual = x + residual`` (rounded to the
+            dtype of x) is what gets normalised.
 
     Returns:
         ``out``, a new contiguous tensor of the shape and dtype of x; with a residual ``(out, new_residual)``.

@@ -19,9 +19,11 @@ def apply_rotary(
         interleaved=True   (GPT-J)                          0 with 1,   2 with 3,       ...
 
     Args:
-        q: (T, num_heads, head_dim), k: (T, num_kv_heads, head_dim), of one dtype; any strides with a contiguous last
-            dimension (slices of a fused qkv are fine). Changed in place; channels from rotary_dim on are left alone.
-        cos_sin_cache: (max_position, rotary_dim) float32; a row is rotary_dim / 2 cosines, then as many sines.
+        q: (T, num_heads, head_dim), k: (T, num_kv_heads, head_dim), of one dtype; any strides with a
+            contiguous last dimension (slices of a fused qkv are fine). Changed in place; channels from
+            rotary_dim on are left alone.
+        cos_sin_cache: (max_position, rotary_dim) float32; a row is rotary_dim / 2 cosines, then as many
+            sines.
         positions: (T,) int64, each from 0 to max_position - 1.
 
     Raises:
