@@ -1,0 +1,54 @@
+"""From a Python function to an address: Numba's `cfunc`, cached on disk.
+
+A kernel is written as a factory that closes over plain integers and strings (vector shape, dtypes) and over
+`SOURCE_DIGEST`. Numba keys its cache by the closure's values, so another shape, another dtype, or a changed line
+anywhere in this folder is another entry; without the digest a change in an intrinsic would not be noticed, because
+Numba looks only at the file that holds the kernel.
+
+Every kernel has the same type, ``void kernel(intptr_t **block)``: see `threads.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def source_digest() -> str:
+    """A hash of this folder's sources: the part of the cache key that Numba does not see by itself."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_kernel(function: Callable[[int], None]) -> int:
+    """Compile `function(block_address)` or load it from Numba's disk cache; returns its address.
+
+    The cache lies beside this package, else in the user's cache folder, or in NUMBA_CACHE_DIR when that is set.
+    Where none is writable the kernel is compiled for this process only.
+    """
+    import numba
+    from numba import types
+
+    signature = types.void(types.intp)
+    options = {"error_model": "numpy", "_nrt": False}
+    try:
+        kernel = numba.cfunc(signature, cache=True, **options)(function)
+    except RuntimeError as error:  # "cannot cache function ...: no locator available"
+        if "cache" not in str(error):
+            raise
+        logger.warning("compiled kernels are not kept on disk (%s); set NUMBA_CACHE_DIR", error)
+        kernel = numba.cfunc(signature, **options)(function)
+    _alive.append(kernel)
+    address: int = kernel.address
+    return address
+
+
+_alive: list[object] = []  # the machine code lives as long as its cfunc object
