@@ -1,1 +1,1 @@
-"""Layers: the parts of a decoder, each a plain callable over packed tokens; no batch state is parked in them."""
+"""Layers: the parts of a decoder, plain callables over packed tokens that hold no batch state."""

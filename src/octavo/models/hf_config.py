@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from octavo.errors import ModelError, nearest
-from octavo.models.config import ModelConfig, RopeConfig, RopeType
+from octavo.layers.rope_config import RopeConfig, RopeType
+from octavo.models.config import ModelConfig
 
 ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
 _ROPE_KEYS = frozenset(

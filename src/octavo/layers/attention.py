@@ -1,0 +1,79 @@
+"""Causal self-attention over the paged cache: scatter the new keys and values first, then attend."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.kernels import apply_rotary, flash_attn_varlen_func, write_kv_cache
+from octavo.layers.attention_metadata import AttentionMetadata
+from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
+
+
+class Attention:
+    """One layer's attention, for H query heads, KVH key and value heads (KVH divides H) of D features.
+
+    `qkv` is the fused projection (rows: all q heads, all k heads, all v heads); `rope_table` is
+    (positions, rotary_dim) float32, shared by all layers. `q_norm` and `k_norm` act on each head before rope
+    (Qwen3). `sliding_window` is the number of keys a token sees, itself included; None = all.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv: Linear,
+        output: Linear,
+        rope_table: torch.Tensor,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
+        self.head_dim = head_dim
+        self.heads = [num_heads, num_kv_heads, num_kv_heads]
+        self.num_heads_in_all = num_heads + 2 * num_kv_heads
+        self.width = num_heads * head_dim
+        self.scale = head_dim**-0.5
+        # Our window counts the token itself, FlashAttention's left window the keys before it.
+        self.window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.qkv = qkv
+        self.output = output
+        self.rope_table = rope_table
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        """x (T, hidden), positions (T,) int64 -> (T, hidden). Writes the T new tokens into the cache's slots.
+
+        `kv_cache` is this layer's (k, v), each (num_blocks, block_size, KVH, D).
+        """
+        num_tokens = x.shape[0]
+        qkv = self.qkv(x).view(num_tokens, self.num_heads_in_all, self.head_dim)
+        q, k, v = qkv.split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        apply_rotary(q, k, self.rope_table, positions)
+        k_cache, v_cache = kv_cache
+        write_kv_cache(k, v, k_cache, v_cache, meta.slot_mapping)
+        attended = flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            meta.cu_seqlens_q,
+            meta.cu_seqlens_k,
+            meta.max_seqlen_q,
+            meta.max_seqlen_k,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=self.window,
+            block_table=meta.block_table,
+        )
+        return self.output(attended.view(num_tokens, self.width))

@@ -1,0 +1,133 @@
+"""The dense decoder that llama, mistral, qwen2 and qwen3 share; its config says where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from octavo.layers.attention import Attention
+from octavo.layers.attention_metadata import AttentionMetadata
+from octavo.layers.embedding import Embedding, LMHead
+from octavo.layers.mlp import GatedMLP
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rotary import rope_table
+from octavo.models.config import ModelConfig
+from octavo.models.weights.parameters import Parameters
+
+KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor such a checkpoint has, under its Hugging Face name, in the order the model reads them.
+
+    The head is not among them: a tied checkpoint need not hold it.
+    """
+    hidden, wide = config.hidden_size, config.intermediate_size
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield EMBEDDING, (config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        at = f"model.layers.{layer}."
+        yield at + "input_layernorm.weight", (hidden,)
+        for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
+            yield at + f"self_attn.{name}_proj.weight", (width, hidden)
+            if config.attention_bias:
+                yield at + f"self_attn.{name}_proj.bias", (width,)
+        if config.qk_norm:
+            yield at + "self_attn.q_norm.weight", (config.head_dim,)
+            yield at + "self_attn.k_norm.weight", (config.head_dim,)
+        yield at + "self_attn.o_proj.weight", (hidden, q_width)
+        if config.attention_output_bias:
+            yield at + "self_attn.o_proj.bias", (hidden,)
+        yield at + "post_attention_layernorm.weight", (hidden,)
+        for name, rows, columns in (("gate", wide, hidden), ("up", wide, hidden), ("down", hidden, wide)):
+            yield at + f"mlp.{name}_proj.weight", (rows, columns)
+            if config.mlp_bias:
+                yield at + f"mlp.{name}_proj.bias", (rows,)
+    yield "model.norm.weight", (hidden,)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DecoderLayer:
+    input_norm: RMSNorm
+    attention: Attention
+    post_attention_norm: RMSNorm
+    mlp: GatedMLP
+
+
+class DenseCausalLM:
+    """A decoder of identical layers around a residual stream, with an embedding and a language-model head.
+
+    Built complete from `parameters`: each matrix is read, fused and packed before the next one is read.
+    """
+
+    def __init__(self, config: ModelConfig, parameters: Parameters) -> None:
+        self.config = config
+        self.embedding = Embedding(parameters.matrix(EMBEDDING))
+        table = rope_table(config.rope).to(parameters.device)
+        self.layers = [_read_layer(config, parameters, layer, table) for layer in range(config.num_layers)]
+        self.norm = RMSNorm(parameters.vector("model.norm.weight"), config.rms_norm_eps)
+        tied = parameters.ties_head(EMBEDDING, HEAD)
+        self.head = LMHead(self.embedding.weight if tied else parameters.matrix(HEAD))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: KVCaches,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Hidden states of the T packed tokens.
+
+        input_ids, positions: (T,) int64; a token's position is its index in its own sequence. kv_caches: one
+        (k, v) per layer, each (num_blocks, block_size, KVH, D); the new tokens' K/V are written at
+        meta.slot_mapping. Returns (T, hidden) in the model's dtype, the final norm applied.
+        """
+        x: torch.Tensor = self.embedding(input_ids)
+        residual: torch.Tensor | None = None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            if residual is None:
+                residual, x = x, layer.input_norm(x)
+            else:
+                x, residual = layer.input_norm.add(x, residual)
+            x = layer.attention(x, positions, kv_cache, meta)
+            x, residual = layer.post_attention_norm.add(x, residual)
+            x = layer.mlp(x)
+        assert residual is not None
+        return self.norm.add(x, residual)[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden (R, hidden), only the rows that need logits -> (R, vocab) float32."""
+        return self.head(hidden)
+
+
+def _read_layer(config: ModelConfig, parameters: Parameters, layer: int, table: torch.Tensor) -> DecoderLayer:
+    at = f"model.layers.{layer}."
+    attention = at + "self_attn."
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(parameters.vector(name), config.rms_norm_eps)
+
+    return DecoderLayer(
+        input_norm=norm(at + "input_layernorm.weight"),
+        attention=Attention(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv=parameters.linear(*(attention + name for name in ("q_proj", "k_proj", "v_proj"))),
+            output=parameters.linear(attention + "o_proj"),
+            rope_table=table,
+            q_norm=norm(attention + "q_norm.weight") if config.qk_norm else None,
+            k_norm=norm(attention + "k_norm.weight") if config.qk_norm else None,
+            sliding_window=config.sliding_window[layer],
+        ),
+        post_attention_norm=norm(at + "post_attention_layernorm.weight"),
+        mlp=GatedMLP(
+            gate_up=parameters.linear(at + "mlp.gate_proj", at + "mlp.up_proj"),
+            down=parameters.linear(at + "mlp.down_proj"),
+        ),
+    )

@@ -1,0 +1,226 @@
+"""From a model's name to a model that is ready to run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.errors import ConfigError, ModelError, nearest
+from octavo.models.config import ModelConfig, load_config, load_json
+from octavo.models.source import ModelSource, resolve_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.layers.attention_metadata import AttentionMetadata
+    from octavo.models.weights.checkpoint import Checkpoint, Shape
+
+__all__ = ["CausalLM", "LoadedModel", "load_model", "resolve_model"]
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("float16", "int8")
+
+
+class CausalLM(Protocol):
+    """A model that maps packed tokens to hidden states and hidden states to logits; see DenseCausalLM."""
+
+    config: ModelConfig
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        meta: AttentionMetadata,
+    ) -> torch.Tensor: ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoadedModel:
+    """A model and what belongs to it.
+
+    `dtype` is that of the activations. `generation_config` holds generation_config.json (for GGUF: the special
+    token ids of the metadata). `source` says where tokenizer and chat template are. `model_id` tells models
+    apart whose KV must not be mixed: same files, dtype and quantization give the same id.
+    """
+
+    model: CausalLM
+    config: ModelConfig
+    dtype: torch.dtype
+    generation_config: dict[str, Any]
+    source: ModelSource
+    model_id: str
+    weights_nbytes: int
+
+
+def load_model(
+    model: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    load_format: str = "auto",
+    quantization: str | None = None,
+    seed: int = 0,
+    revision: str | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> LoadedModel:
+    """Find `model` (see `resolve_model`), read its config and its weights.
+
+    Args:
+        dtype: of activations and KV; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
+        load_format: "auto" follows what is there; "dummy" makes random weights from `seed` and needs a config only.
+        quantization: the form of the weight matrices on the CPU, with float32 activations: "float16", "int8",
+            or None for weights as exact as `dtype`.
+        progress: called as progress(name, done, total) after each tensor.
+
+    Raises:
+        ConfigError: an option has an unknown value or contradicts another.
+        ModelError: no such model, or one that is not supported.
+        WeightsError: the checkpoint is missing, truncated, corrupt, or does not match the config.
+    """
+    _check_choice("load_format", load_format, LOAD_FORMATS)
+    _check_choice("dtype", dtype, DTYPES)
+    if quantization is not None:
+        _check_choice("quantization", quantization, QUANTIZATIONS)
+    source = resolve_model(model, revision, files="config" if load_format == "dummy" else "all")
+    config = load_config(source)
+    import torch
+
+    from octavo.models import dense
+    from octavo.models.weights.checkpoint import check_tensors
+    from octavo.models.weights.parameters import Parameters
+
+    target = torch.device(device)
+    activations = _activation_dtype(dtype, target, config, quantization)
+    expected = dict(dense.tensor_shapes(config))
+    head = {dense.HEAD: (config.vocab_size, config.hidden_size)}
+    checkpoint = _open_checkpoint(source, config, load_format, expected, head, seed)
+    try:
+        check_tensors(checkpoint, expected, head)
+        parameters = Parameters(
+            checkpoint,
+            dtype=activations,
+            form=_form(quantization, activations, target),
+            device=target,
+            ties_head_by_config=config.tie_word_embeddings,
+            progress=progress,
+        )
+        network = dense.DenseCausalLM(config, parameters)
+    finally:
+        checkpoint.close()
+    return LoadedModel(
+        model=network,
+        config=config,
+        dtype=activations,
+        generation_config=_generation_config(source),
+        source=source,
+        model_id=_model_id(source, config, load_format, seed, str(activations), quantization),
+        weights_nbytes=parameters.nbytes,
+    )
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"{name}: unknown value {value!r}{nearest(str(value), known)}; known: {', '.join(known)}"
+        )
+
+
+def _activation_dtype(
+    dtype: str, device: torch.device, config: ModelConfig, quantization: str | None
+) -> torch.dtype:
+    import torch
+
+    if quantization is not None and device.type != "cpu":
+        raise ConfigError(f"quantization: {quantization!r} is a CPU form of weights; the device is {device}")
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else config.dtype
+    if quantization is not None and dtype != "float32":
+        raise ConfigError(
+            f"quantization: {quantization!r} works with float32 activations, but dtype is {dtype!r}; leave dtype out"
+        )
+    result = getattr(torch, dtype)
+    assert isinstance(result, torch.dtype)
+    return result
+
+
+def _form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> str:
+    if quantization is not None:
+        return quantization
+    is_cpu_float32 = device.type == "cpu" and str(dtype) == "torch.float32"
+    return "float32" if is_cpu_float32 else "dense"
+
+
+def _open_checkpoint(
+    source: ModelSource,
+    config: ModelConfig,
+    load_format: str,
+    expected: dict[str, Shape],
+    head: dict[str, Shape],
+    seed: int,
+) -> Checkpoint:
+    if load_format == "dummy":
+        from octavo.models.weights.dummy import DummyCheckpoint
+
+        return DummyCheckpoint(expected if config.tie_word_embeddings else {**expected, **head}, seed)
+    if source.kind == "gguf":
+        if load_format == "safetensors":
+            raise ModelError(f"load_format: 'safetensors' was asked for, but {source.path} is a GGUF file")
+        from octavo.models.weights.gguf import GGUFCheckpoint
+        from octavo.models.weights.gguf_file import GGUFFile
+
+        return GGUFCheckpoint(GGUFFile(source.path), config)
+    if load_format == "gguf":
+        raise ModelError(
+            f"load_format: 'gguf' was asked for, but {source.path} is a folder with config.json; "
+            "give the path of the .gguf file"
+        )
+    from octavo.models.weights.safetensors import SafetensorsCheckpoint
+
+    return SafetensorsCheckpoint(source.path)
+
+
+def _generation_config(source: ModelSource) -> dict[str, Any]:
+    if source.kind == "gguf":
+        from octavo.models.weights.gguf_file import GGUFFile
+
+        with GGUFFile(source.path) as file:
+            names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+            ids = {key: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
+        return {key: value for key, value in ids.items() if value is not None}
+    if (source.path / "generation_config.json").is_file():
+        return load_json(source, "generation_config.json")
+    config = load_json(source, "config.json")
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _model_id(
+    source: ModelSource,
+    config: ModelConfig,
+    load_format: str,
+    seed: int,
+    dtype: str,
+    quantization: str | None,
+) -> str:
+    """A short hash of what decides the values in the cache; reads no weights."""
+    if load_format == "dummy":
+        identity: list[Any] = ["dummy", seed]
+    else:
+        files = [source.path] if source.kind == "gguf" else sorted(source.path.glob("*.safetensors"))
+        identity = [_file_identity(path) for path in files]
+    identity += [asdict(config), dtype, quantization]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{source.path.name}-{digest}"
+
+
+def _file_identity(path: Path) -> list[Any]:
+    stat = path.stat()
+    return [str(path), stat.st_size, stat.st_mtime_ns]

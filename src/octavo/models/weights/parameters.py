@@ -1,0 +1,92 @@
+"""From a checkpoint's tensors to a model's parameters: read, fuse, pack, one matrix at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from octavo.kernels import PackedWeight, pack_weight
+from octavo.layers.linear import Linear
+from octavo.models.weights.checkpoint import Checkpoint
+
+
+class Progress(Protocol):
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """`done` of `total` tensors are read; `name` was the last."""
+
+
+class Parameters:
+    """Hands out a model's parameters, each read when it is asked for and packed before the next is.
+
+    `dtype` is that of activations, biases and norms, `form` the packed form of matrices, `nbytes` the memory of
+    what was handed out so far. Memory beyond that is one matrix at a time.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        form: str,
+        device: torch.device,
+        ties_head_by_config: bool | None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self.device = device
+        self.nbytes = 0
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._form = form
+        self._ties_head_by_config = ties_head_by_config
+        self._progress = progress
+        self._num_read = 0
+
+    def matrix(self, *names: str) -> PackedWeight:
+        """The matrices `names`, stacked row-wise in that order, packed."""
+        packed = pack_weight(self._stacked(names), self._form)
+        self.nbytes += packed.nbytes
+        return packed
+
+    def vector(self, *names: str) -> torch.Tensor:
+        """The vectors `names`, laid end to end."""
+        vector = self._stacked(names)
+        self.nbytes += vector.nbytes
+        return vector
+
+    def linear(self, *prefixes: str) -> Linear:
+        """Projections of one input as one layer: `prefix.weight` stacked, with `prefix.bias` where there is one."""
+        weight = self.matrix(*(f"{prefix}.weight" for prefix in prefixes))
+        biases = [f"{prefix}.bias" for prefix in prefixes]
+        has_bias = biases[0] in self._checkpoint.shapes
+        return Linear(weight, self.vector(*biases) if has_bias else None)
+
+    def ties_head(self, embedding: str, head: str) -> bool:
+        """Whether the head shares the embedding's weight: what is in the checkpoint decides, not the config.
+
+        No head, or one equal to the embedding: tied. A different head: not tied, even if the config says so.
+        """
+        if head not in self._checkpoint.shapes:
+            if self._ties_head_by_config is False:
+                warnings.warn(
+                    f"{self._checkpoint.name}: tie_word_embeddings is false, but there is no {head}; "
+                    "the embedding serves as the head",
+                    stacklevel=2,
+                )
+            return True
+        return self._checkpoint.same_values(embedding, head)
+
+    def _stacked(self, names: tuple[str, ...]) -> torch.Tensor:
+        shapes = [self._checkpoint.shapes[name] for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        stacked = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype)
+        first = 0
+        for name, shape in zip(names, shapes, strict=True):
+            self._checkpoint.read_into(name, stacked[first : first + shape[0]])
+            first += shape[0]
+            self._num_read += 1
+            if self._progress is not None:
+                self._progress(name, self._num_read, len(self._checkpoint.shapes))
+        return stacked.to(self.device)
