@@ -1,0 +1,178 @@
+"""Tensor work of the sampler: row-independent orders, sums and draws.
+
+Every function treats a row the same way, to the last bit, whatever the other rows hold and however many there
+are. That is why sums of probabilities are float64 and taken in a fixed order, why equal logits are ordered by
+token id, and why the random number of a row is a hash and not the next value of a shared generator.
+
+Shapes: R rows, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.outputs import Logprob
+
+# Candidates looked at first for a row without top_k; if top_p or min_p reach further, the row is sorted whole.
+FIRST_CANDIDATES = 256
+
+# Tokens whose probabilities are summed together before one of these blocks is searched token by token.
+_BLOCK = 128
+
+# splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), constants as int64.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One number in [0, 1) per row, a function of its seed and position alone.
+
+    splitmix64 whose starting state is the mixed seed, at output number `position`; the upper 53 bits become a
+    float64. Mixing the seed first keeps neighbouring seeds from walking the same sequence.
+
+    Args:
+        seeds, positions: (R,) int64.
+    """
+    state = _mix(seeds + _GAMMA) + (positions + 1) * _GAMMA
+    return _shift_right(_mix(state), 11).double() * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: int64 tensors shift arithmetically, which would copy the sign downwards."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def order_keys(logits: Tensor) -> Tensor:
+    """(R, V) int64, all different in a row: a larger logit has a larger key, then a lower id has.
+
+    The upper half is the float32's bits made monotone, the lower half counts ids backwards.
+
+    Args:
+        logits: (R, V) float32 without NaN.
+    """
+    size = logits.shape[1]
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0, which compares equal to 0.0, into 0.0
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    keys = bits.to(torch.int64)
+    keys <<= 32
+    keys |= torch.arange(size - 1, -1, -1, device=logits.device)
+    return keys
+
+
+def leading_ids(keys: Tensor, width: int) -> Tensor:
+    """(R, width) int64 ids of the largest keys, largest first."""
+    size = keys.shape[1]
+    if width * 8 < size:
+        leading = keys.topk(width, dim=1).values
+    elif keys.device.type == "cpu":
+        # NumPy sorts int64 with vector instructions, several times faster than torch.sort on a CPU.
+        ascending = keys.numpy().copy()
+        ascending.sort(axis=1)
+        leading = torch.from_numpy(ascending).flip(1)[:, :width]
+    else:
+        leading = keys.sort(dim=1, descending=True).values[:, :width]
+    return (size - 1) - (leading & 0xFFFFFFFF)
+
+
+def draw_by_id(probs: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token per row by inverting the cumulative distribution in order of token id.
+
+    Args:
+        probs: (R, V) float32, overwritten with 0 where min_p cuts.
+        min_p: (R,) float32. uniforms: (R,) float64 in [0, 1).
+
+    Returns (R,) int64.
+    """
+    num_rows, size = probs.shape
+    probs.masked_fill_(probs < (min_p * probs.amax(dim=1))[:, None], 0.0)
+    if size % _BLOCK:
+        probs = torch.nn.functional.pad(probs, (0, -size % _BLOCK))
+    blocks = probs.view(num_rows, -1, _BLOCK)
+    ends = blocks.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
+    target = _below(uniforms * ends[:, -1], ends[:, -1])
+    block = torch.searchsorted(ends, target[:, None], right=True)
+    start = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inner = blocks[torch.arange(num_rows, device=probs.device), block[:, 0]].double().cumsum(dim=1)
+    # The two sums round differently, so the rest may overshoot the block by a hair.
+    rest = _below(target - start[:, 0], inner[:, -1])
+    return block[:, 0] * _BLOCK + torch.searchsorted(inner, rest[:, None], right=True)[:, 0]
+
+
+def draw_by_order(
+    scaled: Tensor,
+    probs: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+    width: int,
+) -> Tensor:
+    """Draw one token per row among those that min_p, then top_k, then top_p keep, most likely first.
+
+    All three keep a prefix of the tokens ordered by logit. `width` candidates are looked at first; it must be
+    at least every top_k below V, and changes the cost, not the result.
+
+    Args:
+        scaled: (R, V) float32 logits divided by temperature. probs: (R, V) float32, their softmax.
+        top_k: (R,) int64 in 1..V. top_p: (R,) float64. min_p: (R,) float32. uniforms: (R,) float64 in [0, 1).
+
+    Returns (R,) int64.
+    """
+    size = scaled.shape[1]
+    ids = leading_ids(order_keys(scaled), width)
+    candidates = probs.gather(1, ids)
+    ends = candidates.double().cumsum(dim=1)
+    is_whole = (top_k == size) & (min_p == 0)
+    kept = (candidates >= (min_p * candidates[:, 0])[:, None]).sum(dim=1).minimum(top_k)
+    mass = ends.gather(1, kept[:, None] - 1)[:, 0]
+    # Softmax has made the mass of a whole row 1; summing it would need every candidate.
+    reached = ends >= (top_p * torch.where(is_whole, 1.0, mass))[:, None]
+    if width < size:
+        is_open = torch.where(is_whole, ~reached[:, -1], (kept == width) & (top_k > width))
+    kept = kept.minimum((~reached).sum(dim=1) + 1)
+    total = ends.gather(1, kept[:, None] - 1)[:, 0]
+    target = _below(uniforms * total, total)
+    place = torch.searchsorted(ends, target[:, None], right=True)
+    chosen = ids.gather(1, place)[:, 0]
+    if width < size and bool(is_open.any()):
+        rest = is_open.nonzero()[:, 0]
+        chosen[rest] = draw_by_order(
+            scaled[rest], probs[rest], top_k[rest], top_p[rest], min_p[rest], uniforms[rest], size
+        )
+    return chosen
+
+
+def _below(target: Tensor, total: Tensor) -> Tensor:
+    """`target`, but less than `total`, so that the search for it ends at a token with some probability."""
+    return target.minimum(torch.nextafter(total, torch.zeros_like(total)))
+
+
+def gather_logprobs(logits: Tensor, chosen: Tensor, widths: list[int]) -> list[dict[int, Logprob]]:
+    """Per row the log probability and rank of the chosen token, then of the most likely `widths[row]`.
+
+    Args:
+        logits: (R, V) float32 without NaN, as the model gave them. chosen: (R,) int64.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    keys = order_keys(logits)
+    own = chosen[:, None]
+    ranks: list[int] = ((keys > keys.gather(1, own)).sum(dim=1) + 1).tolist()
+    values: list[float] = logprobs.gather(1, own)[:, 0].tolist()
+    ids = leading_ids(keys, max(widths))
+    tops: list[list[int]] = ids.tolist()
+    top_values: list[list[float]] = logprobs.gather(1, ids).tolist()
+    found = []
+    for row, token in enumerate(chosen.tolist()):
+        entry = {token: Logprob(values[row], ranks[row])}
+        for place in range(widths[row]):
+            entry.setdefault(tops[row][place], Logprob(top_values[row][place], place + 1))
+        found.append(entry)
+    return found
