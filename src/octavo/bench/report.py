@@ -29,17 +29,8 @@ from typing import Any
 
 from octavo.errors import OctavoError
 
-PACKAGES = (
-    "octavo",
-    "torch",
-    "numpy",
-    "numba",
-    "tokenizers",
-    "transformers",
-    "llama-cpp-python",
-    "xllamacpp",
-    "triton",
-)
+PACKAGES = ("octavo", "torch", "numpy", "numba", "tokenizers", "transformers")
+FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
 class ResultFileError(OctavoError, ValueError):
@@ -117,7 +108,7 @@ def validate(result: Any, where: str) -> None:
     versions = result["versions"]
     expect(
         isinstance(versions, dict) and all(isinstance(v, str) for v in versions.values()),
-        "versions must be strings",
+        "versions must map names to strings",
     )
     expect(isinstance(result["rows"], list) and bool(result["rows"]), "rows must be a non-empty list")
     row_keys = {"name", "value", "unit", "better", "floor", "peers", "ratio"}
@@ -168,11 +159,7 @@ def versions() -> dict[str, str]:
 def hardware() -> str:
     """One line: processor, what it can do, cores this process may use, memory."""
     model, flags = cpu_info()
-    wide = [
-        name
-        for name in ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "asimd")
-        if name in flags
-    ]
+    wide = [name for name in FLAGS if name in flags]
     parts = [model, "+".join(wide) or platform.machine(), f"{num_cores()} cores"]
     memory = memory_bytes()
     if memory:
@@ -181,10 +168,11 @@ def hardware() -> str:
 
 
 def hardware_slug() -> str:
-    """The folder name of this machine under bench/results/, such as ``amd-epyc-2-cores``."""
-    model, _ = cpu_info()
-    words = re.sub(r"\(.*?\)|processor|cpu|@.*|\d+-core", " ", model.lower())
-    return "-".join([*re.findall(r"[a-z0-9]+", words), f"{num_cores()}-cores"])
+    """The folder name of this machine under bench/results/, such as ``amd-epyc-avx512-2-cores``."""
+    model, flags = cpu_info()
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)|processor|cpu|@.*|\d+-core", " ", model.lower()))
+    wide = ["avx512"] if "avx512f" in flags else ["avx2"] if "avx2" in flags else []
+    return "-".join([*words, *wide, f"{num_cores()}-cores"])
 
 
 def cpu_info() -> tuple[str, frozenset[str]]:

@@ -123,15 +123,14 @@ class Conversation:
         said = ""
         try:
             with _interrupt_flag() as interrupted:
-                stream = self.llm.stream_chat(messages, self.params)
-                for chunk in stream:
-                    said += chunk.text
-                    self._print_piece(chunk.text)
-                    self.last = chunk.output or self.last
-                    if interrupted:
-                        # Closing the stream aborts the request and frees its blocks.
-                        stream.close()
-                        break
+                # Leaving the stream before its end aborts the request and frees its blocks.
+                with self.llm.stream_chat(messages, self.params) as stream:
+                    for chunk in stream:
+                        said += chunk.text
+                        self._print_piece(chunk.text)
+                        if interrupted:
+                            break
+            self.last = stream.output or self.last
         except OctavoError as error:
             self.console.print(f"{error}", style="red", markup=False)
             if isinstance(error, RequestError):

@@ -76,13 +76,11 @@ def _conversation(text: str, system: str | None) -> list[dict[str, str]]:
 def _stream(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) -> RequestOutput:
     """Prints the answer as it grows and returns the finished request."""
     stream = llm.stream(prompt, params) if isinstance(prompt, str) else llm.stream_chat(prompt, params)
-    output: RequestOutput | None = None
     for chunk in stream:
         print(chunk.text, end="", flush=True)
-        output = chunk.output
     print()
-    assert output is not None, "the last chunk of a stream carries the finished request"
-    return output
+    assert stream.output is not None, "a stream that ended has its output"
+    return stream.output
 
 
 def _show(texts: list[str], outputs: list[RequestOutput], as_json: bool) -> None:

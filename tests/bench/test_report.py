@@ -1,0 +1,173 @@
+import copy
+from pathlib import Path
+
+import pytest
+
+from octavo.bench import report
+from octavo.bench.report import ResultFileError, Row, read_result, table, validate, with_tables, write_result
+
+ROOT = Path(__file__).parents[2]
+RESULT_FILES = sorted((ROOT / "bench" / "results").glob("*/*.json"))
+
+RESULT = {
+    "command": "octavo bench throughput",
+    "commit": "0123456789abcdef",
+    "date": "2026-01-02",
+    "hardware": "a machine",
+    "versions": {"python": "3.11.7", "octavo": "0.1.0"},
+    "rows": [
+        {
+            "name": "one stream",
+            "value": 30.0,
+            "unit": "tokens/s",
+            "better": "higher",
+            "floor": 20,
+            "peers": {"Other": 12.0},
+            "ratio": {"Other": 2.5},
+        },
+        {
+            "name": "load",
+            "value": 1234.5,
+            "unit": "ms",
+            "better": "lower",
+            "floor": None,
+            "peers": {},
+            "ratio": {},
+        },
+    ],
+}
+
+
+def test_a_ratio_above_one_means_octavo_is_ahead_in_either_direction():
+    assert Row("speed", 30.0, "tokens/s", peers={"a": 12.0, "b": 60.0}).ratio == {"a": 2.5, "b": 0.5}
+    assert Row("time", 2.0, "s", better="lower", peers={"a": 3.0}).ratio == {"a": 1.5}
+
+
+def test_what_is_written_can_be_read(tmp_path):
+    path = tmp_path / "hardware" / "name.json"
+    row = Row("one stream", 30.0, "tokens/s", floor=20.0, peers={"Other": 12.0})
+    write_result(path, [row], command="octavo bench throughput", extra_versions={"other": "9.9"})
+    result = read_result(path)
+    assert result["rows"] == [
+        {
+            "name": "one stream",
+            "value": 30.0,
+            "unit": "tokens/s",
+            "better": "higher",
+            "floor": 20.0,
+            "peers": {"Other": 12.0},
+            "ratio": {"Other": 2.5},
+        }
+    ]
+    assert result["command"] == "octavo bench throughput"
+    assert result["versions"]["other"] == "9.9"
+    assert set(result["versions"]) >= {"python", "torch"}
+    assert list(result) == ["command", "commit", "date", "hardware", "versions", "rows"]
+
+
+def _without(key):
+    def change(result):
+        del result[key]
+
+    return change
+
+
+def _row(**changes):
+    def change(result):
+        result["rows"][0].update(changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without("commit"), "must have the keys"),
+        (lambda r: r.update(date=""), "date must be a non-empty string"),
+        (lambda r: r.update(rows=[]), "rows must be a non-empty list"),
+        (lambda r: r.update(versions={"torch": 2}), "versions must map names to strings"),
+        (_row(value="30"), r"rows\[0\]\.value must be a number"),
+        (_row(value=True), r"rows\[0\]\.value must be a number"),
+        (_row(better="more"), "must be 'higher' or 'lower'"),
+        (_row(floor="20"), "floor must be a number or null"),
+        (_row(ratio={}), "every peer needs a ratio"),
+        (_row(extra=1), r"rows\[0\] must have the keys"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_the_key_that_is_wrong(change, message):
+    validate(RESULT, "here")  # the positive control
+    result = copy.deepcopy(RESULT)
+    change(result)
+    with pytest.raises(ResultFileError, match=f"here: .*{message}"):
+        validate(result, "here")
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ResultFileError, match=r"broken\.json is no readable result file"):
+        read_result(tmp_path / "broken.json")
+
+
+def test_a_table_shows_values_peers_and_promises():
+    assert table(RESULT).splitlines() == [
+        "|  | Octavo | Other | promised |",
+        "| --- | ---: | ---: | ---: |",
+        "| one stream | 30 tokens/s | 12 (2.50x) | at least 20 |",
+        "| load | 1,234 ms |  |  |",
+        "",
+        "`octavo bench throughput` on a machine; 2026-01-02, commit 0123456789; python 3.11.7. "
+        "In brackets: how many times better Octavo is.",
+    ]
+
+
+def test_a_pattern_picks_rows_and_must_match_some():
+    assert "one stream" not in table(RESULT, "lo*")
+    with pytest.raises(ResultFileError, match=r"no row .* matches 'x'"):
+        table(RESULT, "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.12345, "0.123"), (12.345, "12.3"), (7, "7"), (128.0, "128"), (1234.5, "1,234")]
+)
+def test_numbers_have_three_digits(value, text):
+    assert report.number(value) == text
+
+
+def test_a_marked_table_is_replaced_and_the_rest_stays(tmp_path):
+    write_result(
+        tmp_path / "box" / "speed.json", [Row("one", 1.0, "s"), Row("two", 2.0, "s")], command="run me"
+    )
+    document = "before\n<!-- results: box/speed t* -->\nold\n<!-- /results -->\nafter\n"
+    filled = with_tables(document, tmp_path)
+    assert filled.startswith("before\n<!-- results: box/speed t* -->\n|  | Octavo |\n")
+    assert filled.endswith("<!-- /results -->\nafter\n")
+    assert "| two | 2 s |" in filled
+    assert "old" not in filled
+    assert "one" not in filled
+    assert with_tables(filled, tmp_path) == filled
+
+
+def test_check_finds_a_stale_table_and_the_command_repairs_it(tmp_path, capsys):
+    write_result(tmp_path / "bench/results/box/speed.json", [Row("one", 1.0, "s")], command="run me")
+    (tmp_path / "README.md").write_text("<!-- results: box/speed -->\nold\n<!-- /results -->\n")
+    assert report.main(["--root", str(tmp_path), "--check"]) == 1
+    assert capsys.readouterr().out == "stale: README.md\n"
+    assert report.main(["--root", str(tmp_path)]) == 0
+    assert report.main(["--root", str(tmp_path), "--check"]) == 0
+
+
+def test_every_committed_result_file_has_the_shape():
+    assert RESULT_FILES, "bench/results holds no result file"
+    for path in RESULT_FILES:
+        read_result(path)
+
+
+def test_readme_and_docs_show_the_committed_result_files():
+    assert report.main(["--root", str(ROOT), "--check"]) == 0, "run scripts/tables"
+
+
+def test_the_machine_is_described_in_one_line():
+    line = report.hardware()
+    assert f"{report.num_cores()} cores" in line
+    assert "\n" not in line
+    assert report.hardware_slug().endswith(f"-{report.num_cores()}-cores")

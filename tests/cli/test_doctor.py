@@ -1,0 +1,80 @@
+import importlib.metadata
+import json
+
+import pytest
+
+from octavo.cli import doctor
+from octavo.kernels import backend
+
+
+def test_doctor_checks_every_kernel_that_runs_here(octavo):
+    status, out, err = octavo("doctor", "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert report["ok"] is True
+    checked = {f["name"] for f in report["findings"] if f["section"] == "self-check"}
+    assert {f"{s.kernel} [{s.implementation}]" for s in backend.describe() if s.available} >= checked
+    assert any(name.startswith("varlen_attention") for name in checked)
+    named = {f["name"] for f in report["findings"]}
+    assert {"python", "torch", "processor", "memory", "compiled code cache"} <= named
+
+
+def test_doctor_for_people(octavo):
+    status, out, _ = octavo("doctor")
+    assert status == 0
+    assert out.endswith("Octavo runs here\n")
+    assert "worst error against the reference" in out
+    assert "triton" in out
+
+
+def test_a_kernel_that_answers_wrongly_fails_the_doctor(octavo, monkeypatch):
+    monkeypatch.setattr(backend, "self_check", lambda: [("rms_norm", "cpu", 0.5, False)])
+    status, out, _ = octavo("doctor")
+    assert status == 1
+    assert "TROUBLE  rms_norm [cpu]: worst error against the reference 5.0e-01" in out
+    assert "OCTAVO_KERNELS=reference" in out
+
+
+def test_a_missing_package_says_what_to_do(octavo, monkeypatch):
+    installed = importlib.metadata.version
+
+    def version(name):
+        if name in ("tokenizers", "numba"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    status, out, _ = octavo("doctor", "--json")
+    findings = {f["name"]: f for f in json.loads(out)["findings"]}
+    assert status == 1
+    assert findings["tokenizers"]["status"] == "trouble"
+    assert findings["tokenizers"]["advice"] == "pip install tokenizers"
+    assert findings["numba"]["status"] == "note"
+
+
+def test_an_examination_that_dies_is_a_finding(octavo, monkeypatch):
+    def broken():
+        raise OSError("libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(backend, "describe", broken)
+    status, out, _ = octavo("doctor", "--json")
+    findings = [f for f in json.loads(out)["findings"] if f["status"] == "trouble"]
+    assert status == 1
+    assert findings[0]["detail"] == "OSError: libgomp.so.1: cannot open shared object file"
+
+
+@pytest.mark.parametrize(("free", "status"), [(8 * 2**30, "ok"), (2**30, "note")])
+def test_little_memory_is_noted(monkeypatch, free, status):
+    monkeypatch.setattr(doctor, "_available_memory", lambda: free)
+    report = doctor.Report()
+    doctor._memory(report)
+    assert report.findings[0].status == status
+    assert bool(report.findings[0].advice) == (status == "note")
+
+
+def test_an_unwritable_cache_is_noted(monkeypatch):
+    monkeypatch.setattr(doctor, "_can_write", lambda folder: False)
+    report = doctor.Report()
+    doctor._kernel_cache(report)
+    assert report.findings[0].status == "note"
+    assert "NUMBA_CACHE_DIR" in report.findings[0].advice

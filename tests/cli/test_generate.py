@@ -1,0 +1,97 @@
+import io
+import json
+
+from octavo import LLM, SamplingParams
+
+OPTIONS = ("--max-tokens", "6", "--ignore-eos")
+
+
+def expected_text(folder, prompt, **params):
+    with LLM(folder, load_format="dummy", num_threads=1, num_blocks=64) as llm:
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True, **params)
+        return [c.text for c in llm.generate(prompt, sampling, use_tqdm=False)[0].outputs]
+
+
+def test_one_raw_prompt_is_streamed(octavo, tiny):
+    status, out, err = octavo("generate", *tiny, *OPTIONS, "--raw", "abc")
+    assert (status, err) == (0, "")
+    assert out == expected_text(tiny[0], "abc")[0] + "\n"
+
+
+def test_the_chat_template_is_the_default_where_there_is_one(octavo, tiny):
+    by_default = octavo("generate", *tiny, *OPTIONS, "abc")
+    assert by_default == octavo("generate", *tiny, *OPTIONS, "--chat", "abc")
+    assert by_default[1] == expected_text(tiny[0], "<user>abc\n<assistant>")[0] + "\n"
+
+
+def test_the_system_message_stands_first(octavo, tiny):
+    _, out, _ = octavo("generate", *tiny, *OPTIONS, "--system", "Be brief.", "abc", "--json")
+    assert json.loads(out)["prompt"] == "<system>Be brief.\n<user>abc\n<assistant>"
+
+
+def test_system_and_raw_contradict(octavo, tiny):
+    status, _, err = octavo("generate", *tiny, "--raw", "--system", "x", "abc")
+    assert status == 2
+    assert "--system needs the chat template" in err
+
+
+def test_several_prompts_are_told_apart(octavo, tiny):
+    status, out, _ = octavo("generate", *tiny, *OPTIONS, "--raw", "abc", "xyz")
+    first, second = expected_text(tiny[0], "abc")[0], expected_text(tiny[0], "xyz")[0]
+    assert status == 0
+    assert out == f"### abc\n{first}\n### xyz\n{second}\n"
+
+
+def test_several_answers_are_numbered(octavo, tiny):
+    arguments = ("--raw", "abc", "-n", "2", "--temperature", "1.0", "--seed", "3")
+    _, out, _ = octavo("generate", *tiny, *OPTIONS, *arguments)
+    first, second = expected_text(tiny[0], "abc", n=2, temperature=1.0, seed=3)
+    assert out == f"### abc [0]\n{first}\n### abc [1]\n{second}\n"
+
+
+def test_json_is_one_object_a_prompt(octavo, tiny):
+    status, out, _ = octavo("generate", *tiny, *OPTIONS, "--raw", "--json", "abc", "xyz")
+    first, second = map(json.loads, out.splitlines())
+    assert status == 0
+    assert (first["prompt"], second["prompt"]) == ("abc", "xyz")
+    assert first["num_prompt_tokens"] == 3
+    assert first["outputs"][0]["finish_reason"] == "length"
+    assert len(first["outputs"][0]["token_ids"]) == 6
+    assert first["error"] is None
+    assert set(first["metrics"]) >= {"queue_s", "ttft_s", "tpot_s", "e2e_s"}
+
+
+def test_a_dash_reads_standard_input(octavo, tiny, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
+    _, out, _ = octavo("generate", *tiny, *OPTIONS, "--raw", "-")
+    assert out == expected_text(tiny[0], "abc")[0] + "\n"
+
+
+def test_stats_go_to_standard_error(octavo, tiny):
+    _, _, err = octavo("generate", *tiny, *OPTIONS, "--raw", "--stats", "abc")
+    assert err.startswith("3 prompt tokens (0 cached), 6 generated, first token after ")
+
+
+def test_the_trace_has_one_record_a_step(octavo, tiny, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    octavo("generate", *tiny, *OPTIONS, "--raw", "--trace", trace, "abc")
+    records = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert len(records) == 6
+
+
+def test_bad_input_is_one_line(octavo, tiny, tmp_path):
+    cases = [
+        (("generate", tmp_path / "nothing", "abc"), "nothing"),
+        (("generate", *tiny, "--raw", ""), "empty"),
+        (("generate", *tiny, "--raw", "a" * 300), "256"),
+        (("generate", *tiny, "--temperature", "-1", "abc"), "temperature"),
+        (("generate", *tiny, "--dtype", "float23", "abc"), "float32"),
+        (("generate", tiny[0], "--load-format", "dummy", "--kv-cache-memory", "100", "abc"), "block"),
+    ]
+    for arguments, word in cases:
+        status, out, err = octavo(*arguments)
+        assert (status, out) == (1, ""), arguments
+        assert err.startswith("octavo: error: ")
+        assert err.count("\n") == 1
+        assert word in err, err
+        assert "fault in Octavo" not in err

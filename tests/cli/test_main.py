@@ -1,0 +1,122 @@
+import importlib.metadata
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from octavo.cli import main as cli
+from octavo.errors import ModelError
+
+
+def test_help_names_every_command(octavo):
+    status, out, err = octavo("--help")
+    assert (status, err) == (0, "")
+    for name in ("generate", "chat", "bench", "kv", "doctor"):
+        assert name in out
+
+
+def test_help_is_quick():
+    def run():
+        started = time.perf_counter()
+        subprocess.run((sys.executable, "-m", "octavo", "--help"), check=True, capture_output=True)
+        return time.perf_counter() - started
+
+    # The best of a few: other processes of a busy machine are not what is measured.
+    assert min(run() for _ in range(5)) < 0.3
+
+
+def test_version(octavo):
+    assert octavo("--version") == (0, f"octavo {importlib.metadata.version('octavo')}\n", "")
+
+
+def test_no_arguments_show_the_help(octavo):
+    status, out, err = octavo()
+    assert status == 2
+    assert "generate" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["generat"], "No such command 'generat' (did you mean 'generate'?); see `octavo --help`"),
+        (["xyz"], "No such command 'xyz'; see `octavo --help`"),
+        (
+            ["generate", "m", "p", "--max-tokns", "3"],
+            "No such option: --max-tokns (did you mean '--max-tokens'?); see `octavo generate --help`",
+        ),
+        (["chat", "--zzzzzz"], "No such option: --zzzzzz; see `octavo chat --help`"),
+        (["generate"], "Missing argument 'MODEL'; see `octavo generate --help`"),
+        (["generate", "m"], "Missing argument 'PROMPT'; see `octavo generate --help`"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(octavo, arguments, line):
+    assert octavo(*arguments) == (2, "", f"octavo: error: {line}\n")
+
+
+def test_a_value_of_the_wrong_kind_names_its_option(octavo):
+    status, out, err = octavo("generate", "m", "p", "--max-tokens", "many")
+    assert (status, out) == (2, "")
+    assert err.startswith("octavo: error: Invalid value for '--max-tokens': ")
+    assert err.count("\n") == 1
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Makes `octavo doctor` raise what the test wants."""
+
+    def install(error):
+        app = typer.Typer()
+
+        @app.command()
+        def doctor():
+            raise error
+
+        monkeypatch.setattr("octavo.cli.doctor.app", app)
+
+    return install
+
+
+def test_an_expected_failure_is_one_line_and_status_1(octavo, failing):
+    failing(ModelError("no model at\n  'x'"))
+    assert octavo("doctor") == (1, "", "octavo: error: no model at 'x'\n")
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "doctor"], ["doctor", "--debug"]])
+def test_debug_shows_where(octavo, failing, arguments):
+    failing(ModelError("no model"))
+    status, _, err = octavo(*arguments)
+    assert status == 1
+    assert err.startswith("Traceback")
+    assert err.endswith("octavo: error: no model\n")
+
+
+def test_an_unexpected_failure_says_that_it_is_our_fault(octavo, failing):
+    failing(ZeroDivisionError("division by zero"))
+    status, out, err = octavo("doctor")
+    assert (status, out) == (1, "")
+    assert err == (
+        "octavo: error: ZeroDivisionError: division by zero "
+        "(this is a fault in Octavo; --debug shows where)\n"
+    )
+
+
+def test_an_interrupt_is_status_130(octavo, failing):
+    failing(KeyboardInterrupt())
+    assert octavo("doctor")[0] == 130
+
+
+def test_debug_behind_two_dashes_is_a_prompt(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "_run", lambda argv, debug: seen.append((argv, debug)) or 0)
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "m", "--", "--debug"])
+    assert seen == [(["generate", "m", "--", "--debug"], False)]
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = f"{sys.executable} -m octavo generate --help | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.stderr == ""

@@ -1,0 +1,53 @@
+import dataclasses
+
+import pytest
+
+from octavo.cli.options import EngineOptions, SamplingOptions, expands
+from octavo.config import EngineConfig
+from octavo.errors import OctavoError
+from octavo.sampling_params import SamplingParams
+
+
+def test_engine_options_are_engine_config_fields_with_nothing_said_by_default():
+    assert EngineOptions().llm_kwargs() == {}
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    named = {field.name for field in dataclasses.fields(EngineOptions)} - {"no_prefix_caching"}
+    assert named <= known
+
+
+def test_what_is_said_reaches_the_engine():
+    options = EngineOptions(block_size=32, kv_cache_memory="1GiB", no_prefix_caching=True)
+    assert options.llm_kwargs() == {
+        "block_size": 32,
+        "kv_cache_memory": "1GiB",
+        "enable_prefix_caching": False,
+    }
+
+
+def test_sampling_options_lie_over_the_defaults():
+    defaults = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=5)
+    assert SamplingOptions().apply(defaults) == defaults
+    changed = SamplingOptions(temperature=0.0, max_tokens=9, stop=["a", "b"]).apply(defaults)
+    assert (changed.temperature, changed.top_p, changed.max_tokens) == (0.0, 0.9, 9)
+    assert tuple(changed.stop) == ("a", "b")
+
+
+@pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(SamplingOptions)])
+def test_every_sampling_option_is_a_field_of_sampling_params(option):
+    assert option in {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_contradictory_values_are_refused_by_sampling_params():
+    with pytest.raises(OctavoError, match="min_tokens"):
+        SamplingOptions(min_tokens=9, max_tokens=3).apply(SamplingParams())
+
+
+def test_a_group_is_expanded_and_collected_again():
+    @expands(engine=EngineOptions)
+    def command(model: str, *, engine: EngineOptions) -> tuple[str, EngineOptions]:
+        return model, engine
+
+    names = list(command.__signature__.parameters)
+    assert names == ["model", *(field.name for field in dataclasses.fields(EngineOptions))]
+    values = {field.name: field.default for field in dataclasses.fields(EngineOptions)}
+    assert command(model="m", **values) == ("m", EngineOptions())
