@@ -23,5 +23,5 @@ def silu_and_mul(x: Tensor) -> Tensor:
     checks.tensor(name, "x", x, "T, 2 * I")
     if x.shape[1] % 2:
         raise checks.wrong(name, "the last dimension of x", "even: [gate | up]", x.shape[1])
-    out: Tensor = backend.select(name, x.device.type, x.dtype)(x)
+    out: Tensor = backend.select(name, "cpu" if x.is_cpu else x.device.type, x.dtype)(x)
     return out

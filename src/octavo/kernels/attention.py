@@ -169,7 +169,7 @@ def flash_attn_varlen_func(
     checks.attention_options(name, num_heads, batch, device, window_size, softcap, alibi_slopes, sinks)
     if out is not None:
         checks.output(name, out, q)
-    if device.type == "cpu":
+    if q.is_cpu:
         checks.ragged(
             name,
             cu_seqlens_q,
@@ -311,7 +311,7 @@ def flash_attn_with_kvcache(
         if not 0 <= known <= capacity:
             raise checks.wrong(name, "cache_seqlens", f"from 0 to the capacity {capacity}", known)
         lens = torch.full((batch,), known, dtype=torch.int32, device=device)
-    if device.type == "cpu":
+    if q.is_cpu:
         first = cache_leftpad
         if first is None and window_size[0] >= 0:
             first = (lens + (num_new - seqlen_q - window_size[0])).clamp(min=0)
@@ -343,7 +343,7 @@ def flash_attn_with_kvcache(
     torch.cumsum(lens, 0, dtype=torch.int32, out=cu_seqlens_k[1:])
     cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen_q
     # On a device, reading the longest length back would make the host wait; the capacity bounds it as well.
-    longest = int(lens.max()) if device.type == "cpu" and batch else capacity
+    longest = int(lens.max()) if q.is_cpu and batch else capacity
     options = _Options(softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
     seqlens = (cu_seqlens_q, cu_seqlens_k, seqlen_q, longest)
     packed, lse = _attend(rows, keys, values, *seqlens, options, keys_table, None, return_softmax_lse)
@@ -385,7 +385,7 @@ def _attend(
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = torch.empty((num_heads, num_rows), dtype=dtype, device=device)
     scale = options.softmax_scale
-    backend.select("varlen_attention", device.type, q.dtype, k.dtype, head_dim)(
+    backend.select("varlen_attention", "cpu" if q.is_cpu else device.type, q.dtype, k.dtype, head_dim)(
         q,
         k,
         v,
@@ -424,7 +424,7 @@ def _table(
         return block_table
     if cache_batch_idx is not None:
         checks.exactly(function, "cache_batch_idx", cache_batch_idx, (batch,), device, _INT32)
-        if device.type == "cpu":
+        if cache_batch_idx.is_cpu:
             checks.cache_rows(function, cache_batch_idx, num_blocks)
         return cache_batch_idx[:, None]
     if num_blocks < batch:

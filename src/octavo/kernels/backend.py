@@ -92,7 +92,7 @@ def implementation_of(kernel: str, device_type: str = "cpu", *facts: Any) -> str
 
 @contextmanager
 def use(room: str) -> Iterator[None]:
-    """Force a room (or `auto`) inside a `with` block, as OCTAVO_KERNELS does for a process; one thread only."""
+    """Force a room (or `auto`) inside a `with` block, as OCTAVO_KERNELS does for a process. One thread."""
     global _forced
     before, _forced = _forced, _known_room(room, "backend.use")
     _selected.clear()

@@ -49,7 +49,7 @@ def floats(function: str, name: str, x: Tensor, device: torch.device | None = No
             way_out = "Quantised tensors are not supported in this version; use float32, float16 or bfloat16."
             raise unsupported(function, f"{name}.dtype", x.dtype, way_out)
         raise wrong(function, f"{name}.dtype", "float32, float16, bfloat16 or float64", x.dtype)
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
+    if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
         way_out = f"Pass {name}.contiguous()."
         got = f"stride {x.stride(-1)}"
         raise wrong(function, f"the last dimension of {name}", "contiguous (stride 1)", got, way_out)
@@ -69,13 +69,13 @@ def exactly(
     dtypes: Sequence[torch.dtype],
 ) -> None:
     """A tensor of exactly that shape and one of those dtypes, contiguous in its last dimension."""
-    if tuple(x.shape) != shape:
+    if x.shape != shape:
         raise wrong(function, name, f"of shape {shape}", f"shape {tuple(x.shape)}")
     if x.dtype not in dtypes:
         raise wrong(function, f"{name}.dtype", " or ".join(str(d) for d in dtypes), x.dtype)
     if x.device != device:
         raise wrong(function, f"{name}.device", f"{device} like the other arguments", x.device)
-    if shape and shape[-1] > 1 and x.stride(-1) != 1:
+    if not x.is_contiguous() and x.stride(-1) != 1 and shape[-1] > 1:
         way_out = f"Pass {name}.contiguous()."
         raise wrong(
             function,
@@ -205,36 +205,42 @@ def appended(
 
 # ---- values of index tensors, read only on the CPU ----
 
-_accepted: dict[str, tuple[Any, ...]] = {}  # the last content found right, per function: bytes and bounds
+# The last content found right, per check. The layers of a model pass the same indices one after another, and
+# comparing is much cheaper than checking.
+_accepted: dict[str, tuple[tuple[Tensor, ...], object]] = {}
 
 
-def _content(x: Tensor) -> bytes:
-    array: np.ndarray[Any, Any] = x.numpy()
-    return array.tobytes()
+def _is_accepted(check: str, contents: tuple[Tensor, ...], bounds: object) -> bool:
+    known = _accepted.get(check)
+    if known is None or known[1] != bounds or len(known[0]) != len(contents):
+        return False
+    return all(map(torch.equal, known[0], contents))
+
+
+def _accept(check: str, contents: tuple[Tensor, ...], bounds: object) -> None:
+    _accepted[check] = tuple(x.clone() for x in contents), bounds
 
 
 def slots(function: str, slot_mapping: Tensor, num_slots: int) -> None:
-    """Every slot is negative (skipped) or inside the cache."""
-    key = (_content(slot_mapping), num_slots)
-    if _accepted.get("slots") == key:
+    """Every slot (int64) is negative (skipped) or inside the cache."""
+    if _is_accepted("slots", (slot_mapping,), num_slots):
         return
     if slot_mapping.numel() and (highest := int(slot_mapping.max())) >= num_slots:
         expected = f"below num_blocks * block_size = {num_slots}, or negative to skip a token"
         raise wrong(function, "every slot of slot_mapping", expected, highest)
-    _accepted["slots"] = key
+    _accept("slots", (slot_mapping,), num_slots)
 
 
 def positions(function: str, values: Tensor, num_positions: int) -> None:
     """Every position has a row in the table of cosines."""
-    key = (_content(values), num_positions)
-    if _accepted.get("positions") == key:
+    if _is_accepted("positions", (values,), num_positions):
         return
     if values.numel():
         lowest, highest = int(values.min()), int(values.max())
         if lowest < 0 or highest >= num_positions:
             expected = f"from 0 to {num_positions - 1}, the rows of the cos/sin table"
             raise wrong(function, "every position", expected, lowest if lowest < 0 else highest)
-    _accepted["positions"] = key
+    _accept("positions", (values,), num_positions)
 
 
 def ragged(
@@ -250,18 +256,18 @@ def ragged(
     num_blocks: int,
     size: int,
 ) -> None:
-    """Prefix sums that rise from 0 to the number of tokens, bounds that hold, a block for every visible key."""
-    table = b"" if block_table is None else _content(block_table)
+    """Prefix sums that rise from 0 to the number of tokens, true bounds, a block for every visible key."""
+    sums = (cu_seqlens_q, cu_seqlens_k)
+    contents = sums if block_table is None else (*sums, block_table)
     bounds = (max_seqlen_q, max_seqlen_k, num_rows, num_packed_keys, window_left, num_blocks, size)
-    key = (_content(cu_seqlens_q), _content(cu_seqlens_k), table, bounds)
-    if _accepted.get("ragged") == key:
+    if _is_accepted("ragged", contents, bounds):
         return
     lens_q = _lengths(function, "q", cu_seqlens_q, max_seqlen_q, num_rows)
     lens_k = _lengths(function, "k", cu_seqlens_k, max_seqlen_k, num_packed_keys)
     if block_table is not None:
         first = np.maximum(lens_k - lens_q - window_left, 0) if window_left >= 0 else np.zeros_like(lens_k)
         _blocks(function, block_table.numpy(), first, np.where(lens_q > 0, lens_k, 0), num_blocks, size)
-    _accepted["ragged"] = key
+    _accept("ragged", contents, bounds)
 
 
 def cache_rows(function: str, cache_batch_idx: Tensor, num_rows: int) -> None:

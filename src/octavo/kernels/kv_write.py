@@ -62,10 +62,10 @@ def write_kv_cache(
         expected = f"of shape (T, {num_kv_heads}, {head_dim}) like the cache"
         raise checks.wrong(name, "k", expected, f"shape {tuple(shape)}")
     checks.exactly(name, "slot_mapping", slot_mapping, (shape[0],), device, _SLOT_DTYPES)
-    device_type = device.type
-    if device_type == "cpu":
-        checks.slots(name, slot_mapping, num_blocks * block_size)
     if slot_mapping.dtype != torch.int64:
         slot_mapping = slot_mapping.long()
-    kernel = backend.select(name, device_type, k.dtype, k_cache.dtype)
+    on_cpu = k.is_cpu
+    if on_cpu:
+        checks.slots(name, slot_mapping, num_blocks * block_size)
+    kernel = backend.select(name, "cpu" if on_cpu else device.type, k.dtype, k_cache.dtype)
     kernel(k, v, k_cache, v_cache, slot_mapping)

@@ -48,6 +48,6 @@ def rms_norm(
                 name, "residual", expected, f"{residual.dtype} of shape {tuple(residual.shape)}"
             )
         checks.floats(name, "residual", residual, device)
-    kernel = backend.select(name, device.type, x.dtype, weight.dtype)
+    kernel = backend.select(name, "cpu" if x.is_cpu else device.type, x.dtype, weight.dtype)
     out, new_residual = kernel(x, weight, eps, residual)
     return out if residual is None else (out, new_residual)

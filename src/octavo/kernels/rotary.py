@@ -46,8 +46,8 @@ def apply_rotary(
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise checks.wrong(name, "rotary_dim", f"even and at most head_dim = {head_dim}", rotary_dim)
     checks.exactly(name, "positions", positions, (num_tokens,), device, (torch.int64,))
-    device_type = device.type
-    if device_type == "cpu":
+    on_cpu = q.is_cpu
+    if on_cpu:
         checks.positions(name, positions, num_positions)
-    kernel = backend.select(name, device_type, q.dtype)
+    kernel = backend.select(name, "cpu" if on_cpu else device.type, q.dtype)
     kernel(q, k, cos_sin_cache, positions, interleaved)
