@@ -179,8 +179,8 @@ def resolve_num_blocks(
         resolved = min(most, num_blocks_for_bytes(spec, budget))
     if resolved < 1:
         raise CapacityError(
-            f"{name} is {budget:,} bytes, which holds no KV cache block: one block of {spec.block_size} "
-            f"tokens takes {spec.bytes_per_block:,} bytes, one request of max_model_len={max_model_len} takes "
+            f"{name} is {budget:,} bytes, too small for one KV cache block: {spec.block_size} tokens take "
+            f"{spec.bytes_per_block:,} bytes, a request of max_model_len={max_model_len} tokens takes "
             f"{request_bytes(spec, max_model_len):,} bytes; set kv_cache_memory to at least one of these"
         )
     return resolved
