@@ -1,8 +1,9 @@
 """Inputs, oracles and the tolerance rule for kernel tests.
 
-The oracle is torch's `scaled_dot_product_attention` in float64, one sequence at a time, which we did not write. The
-tolerance is an error budget: starting from the same low-precision inputs, we may be at most twice as wrong as plain
-torch in that precision, at the worst point and in the root mean square.
+The oracle is torch's `scaled_dot_product_attention` in float64, one sequence at a time, which we did not
+write. The
+tolerance is an error budget: starting from the same low-precision inputs, we may be at most twice as wrong as
+plain torch in that precision, at the worst point and in the root mean square.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Batch:
 
 @dataclass
 class Paged:
-    """The keys and values of a batch in a cache with shuffled blocks, poison everywhere else, holes past the end."""
+    """The keys and values of a batch in a cache: shuffled blocks, poison elsewhere, holes past the end."""
 
     k_cache: Tensor
     v_cache: Tensor

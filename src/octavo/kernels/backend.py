@@ -28,7 +28,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,6 +67,15 @@ class BackendStatus:
     available: bool
     reason: str = ""
     selected: bool = False
+
+
+class SelfCheck(NamedTuple):
+    """What one implementation's self-check found."""
+
+    kernel: str
+    implementation: str
+    worst_error: float
+    ok: bool
 
 
 def select(kernel: str, device_type: str, *facts: Any) -> Kernel:
@@ -113,6 +122,37 @@ def _describe(kernel: str) -> Iterator[BackendStatus]:
     for room in ROOMS:
         function, reason = _load(room, kernel, KERNELS[kernel][2])
         yield BackendStatus(kernel, room, function is not None, reason, room == selected)
+
+
+def self_check() -> list[SelfCheck]:
+    """Run each available implementation in float32 on small odd shapes, against the reference in float64.
+
+    `ok` means an error of at most 1e-5. An implementation that raises has an infinite error.
+    """
+    from octavo.kernels.self_check import CASES  # loaded only by the one command that needs it
+
+    checks = []
+    for kernel, case in CASES.items():
+        oracle, _ = _load("reference", kernel, ())
+        assert oracle is not None
+        exact = case(oracle, torch.float64)
+        for room in ROOMS:
+            function, _ = _load(room, kernel, KERNELS[kernel][2])
+            if function is None:
+                continue
+            try:
+                got = case(function, torch.float32)
+                error = max(worst_error(ours, right) for ours, right in zip(got, exact, strict=True))
+            except Exception:  # whatever goes wrong in there is the finding
+                error = float("inf")
+            checks.append(SelfCheck(kernel, room, error, error <= 1e-5))
+    return checks
+
+
+def worst_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest absolute difference; infinite where one of the two is not a number or infinite alone."""
+    difference = torch.where(ours == exact, 0.0, (ours.double() - exact.double()).abs())
+    return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
 
 
 def _known_room(room: str, where: str) -> str:

@@ -70,16 +70,16 @@ def varlen_attention(
             visible &= distance >= -right
         scores = scores.masked_fill(~visible, float("-inf"))
 
-        total = torch.logsumexp(scores, dim=-1)  # (H, rows)
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks.to(compute)[:, None])
-        has_keys = visible.any(dim=-1)
-        total = total.masked_fill(~has_keys, float("-inf"))
-        weights = torch.exp(scores - total[:, :, None]).masked_fill(~visible, 0.0)
-
+        logits = scores
+        if sinks is not None:  # one more key, of score `sink` and value 0
+            sink = sinks.to(compute)[:, None, None].expand(-1, num_rows, 1)
+            logits = torch.cat([scores, sink], dim=-1)
+        # A row without keys is 0/0 in the softmax; masking makes it 0.
+        weights = torch.softmax(logits, dim=-1)[:, :, : len(keys)].masked_fill(~visible, 0.0)
         out[rows] = _weigh(weights, v_b, visible).transpose(0, 1).to(out.dtype)
         if lse is not None:
-            lse[:, rows] = total.to(lse.dtype)
+            total = torch.logsumexp(logits, dim=-1)  # (H, rows)
+            lse[:, rows] = total.masked_fill(~visible.any(dim=-1), float("-inf")).to(lse.dtype)
 
 
 def _weigh(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:

@@ -1,0 +1,231 @@
+"""Every implementation of attention against `scaled_dot_product_attention`, within the error budget."""
+
+import math
+
+import pytest
+import torch
+from helpers.kernels import Batch, assert_within_budget, page, sdpa
+from torch import Tensor
+
+from octavo.kernels import flash_attn_varlen_func
+
+# A prompt, a chunk with a past, decodes, nothing, no keys, more queries than keys, a prompt past one block.
+LENS_Q = [10, 3, 1, 0, 2, 5, 1, 33]
+LENS_K = [10, 7, 8, 4, 0, 2, 70, 33]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def attend(batch: Batch, block_size: int = 0, poison: float = math.nan, **options) -> Tensor:
+    """Packed, or with a block size through a shuffled, poisoned cache; the output buffer is poisoned, too."""
+    out = torch.full_like(batch.q, math.nan)
+    if not block_size:
+        return flash_attn_varlen_func(batch.q, batch.k, batch.v, *batch.lengths, out=out, **options)
+    paged = page(batch, block_size, poison)
+    caches = (batch.q, paged.k_cache, paged.v_cache)
+    return flash_attn_varlen_func(*caches, *batch.lengths, block_table=paged.table, out=out, **options)
+
+
+@pytest.mark.parametrize(
+    "block_size", [0, 1, 2, 16, 64], ids=lambda size: f"block{size}" if size else "packed"
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ragged_batch(implementation: str, dtype: torch.dtype, block_size: int) -> None:
+    batch = Batch.random(LENS_Q, LENS_K, heads=(9, 3), dtype=dtype)
+    out = attend(batch, block_size, causal=True)
+    assert_within_budget(out, sdpa(batch, causal=True), sdpa(batch, causal=True, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window_size": (2, 0)},
+        {"window_size": (3, 1)},
+        {"window_size": (-1, 2)},
+        {"window_size": (20, -1)},
+        {"causal": True, "window_size": (0, 5)},
+        {"causal": True, "window_size": (4, 0), "sinks": torch.tensor([0.0, 0.5, 1.0, 2.0])},
+        {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0])},
+        {"alibi_slopes": torch.linspace(0, 1, 32).view(8, 4), "sinks": torch.tensor([-3.0, 0.0, 1.0, 9.0])},
+        {"causal": True, "softmax_scale": 0.3},
+    ],
+    ids=lambda options: "-".join(options) or "full",
+)
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_options(implementation: str, options: dict, block_size: int) -> None:
+    batch = Batch.random(LENS_Q, LENS_K)
+    out = attend(batch, block_size, **options)
+    names = {"window_size": "window", "alibi_slopes": "slopes", "softmax_scale": "scale"}
+    oracle = {names.get(key, key): value for key, value in options.items()}
+    assert_within_budget(out, sdpa(batch, **oracle), sdpa(batch, **oracle, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_softcap(implementation: str, block_size: int) -> None:
+    # tanh has no counterpart in scaled_dot_product_attention: the oracle is the formula, in float64.
+    batch = Batch.random(LENS_Q, LENS_K)
+    scale = 0.7
+    out = attend(batch, block_size, causal=True, softmax_scale=scale, softcap=3.0)
+    expected = []
+    for q, k, v in batch.sequences():
+        keys, values = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
+        scores = 3.0 * torch.tanh(torch.einsum("qhd,khd->hqk", q.double(), keys) * scale / 3.0)
+        seen = torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool()
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+        expected.append(torch.einsum("hqk,khd->qhd", weights, values))
+    torch.testing.assert_close(out.double(), torch.cat(expected), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_rows_without_keys_are_zero_and_their_lse_is_minus_infinity(
+    implementation: str, block_size: int
+) -> None:
+    batch = Batch.random([5, 2], [2, 0])
+    paged = page(batch, 16)
+    source = (batch.k, batch.v) if not block_size else (paged.k_cache, paged.v_cache)
+    table = {"block_table": paged.table} if block_size else {}
+    for sinks in (None, torch.zeros(4)):
+        out, lse = flash_attn_varlen_func(
+            batch.q, *source, *batch.lengths, causal=True, return_softmax_lse=True, sinks=sinks, **table
+        )
+        empty = [True, True, True, False, False, True, True]
+        assert (out == 0).flatten(1).all(1).tolist() == empty
+        assert (lse == -math.inf).all(0).tolist() == empty
+        assert torch.isfinite(lse[:, 3:5]).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window_size": (5, 0)}, {"sinks": torch.linspace(-1, 1, 4)}], ids=str
+)
+def test_lse_matches_the_formula(implementation: str, options: dict) -> None:
+    batch = Batch.random(LENS_Q, LENS_K)
+    paged = page(batch, 16)
+    caches = (batch.q, paged.k_cache, paged.v_cache)
+    _, lse = flash_attn_varlen_func(
+        *caches, *batch.lengths, causal=True, block_table=paged.table, return_softmax_lse=True, **options
+    )
+    assert lse.shape == (4, sum(LENS_Q))
+    assert lse.dtype == torch.float32
+    left = options.get("window_size", (-1, 0))[0]
+    expected = []
+    for q, k, _ in batch.sequences():
+        keys = k.double().repeat_interleave(2, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q.double(), keys) / 8
+        ahead = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (len(k) - len(q))
+        seen = (ahead <= 0) & ((ahead >= -left) if left >= 0 else (ahead <= 0))
+        total = scores.masked_fill(~seen, -math.inf).exp().sum(-1)
+        if "sinks" in options:
+            total = (total + options["sinks"].double().exp()[:, None]) * seen.any(-1)
+        expected.append(total.log())
+    torch.testing.assert_close(lse.double(), torch.cat(expected, dim=1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_unwritten_memory_never_reaches_a_result(implementation: str, block_size: int, poison: float) -> None:
+    batch = Batch.random(LENS_Q, LENS_K)
+    clean = attend(batch, block_size, poison=0.0, causal=True)
+    assert torch.isfinite(clean).all()
+    assert torch.equal(attend(batch, block_size, poison=poison, causal=True), clean)
+
+
+def test_a_masked_key_that_holds_nan_does_not_reach_the_rows_before_it(implementation: str) -> None:
+    batch = Batch.random([6], [6])
+    clean = attend(batch, causal=True)
+    batch.k[4], batch.v[4] = math.nan, math.nan
+    out = attend(batch, causal=True)
+    torch.testing.assert_close(out[:4], clean[:4], rtol=0, atol=1e-6)
+    assert torch.isnan(out[4:]).all()
+
+
+def test_sequences_may_share_blocks(implementation: str) -> None:
+    """Two requests with a common prefix of 32 tokens hold the same two blocks."""
+    batch = Batch.random([1, 4], [40, 45])
+    batch.k[40:72], batch.v[40:72] = batch.k[:32], batch.v[:32]
+    paged = page(batch, 16)
+    paged.table[1, :2] = paged.table[0, :2]
+    caches = (batch.q, paged.k_cache, paged.v_cache)
+    out = flash_attn_varlen_func(*caches, *batch.lengths, causal=True, block_table=paged.table)
+    assert_within_budget(out, sdpa(batch, causal=True), sdpa(batch, causal=True, dtype=torch.float32))
+
+
+def test_blocks_left_of_the_window_may_be_gone(implementation: str) -> None:
+    batch = Batch.random([1, 2], [70, 40])
+    expected = attend(batch, 16, causal=True, window_size=(8, 0))
+    paged = page(batch, 16)
+    paged.table[0, :3] = -1  # key 69 sees 61..69: blocks 3 and 4
+    paged.table[1, :1] = -1  # keys 38, 39 see 30..39: blocks 1 and 2
+    caches = (batch.q, paged.k_cache, paged.v_cache)
+    options = {"causal": True, "window_size": (8, 0), "block_table": paged.table}
+    assert torch.equal(flash_attn_varlen_func(*caches, *batch.lengths, **options), expected)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_float32_queries_over_a_low_precision_cache(implementation: str, cache_dtype: torch.dtype) -> None:
+    batch = Batch.random(LENS_Q, LENS_K)
+    stored = Batch(LENS_Q, LENS_K, batch.q, batch.k.to(cache_dtype), batch.v.to(cache_dtype))
+    paged = page(stored, 16)
+    caches = (batch.q, paged.k_cache, paged.v_cache)
+    out = flash_attn_varlen_func(*caches, *batch.lengths, causal=True, block_table=paged.table)
+    assert out.dtype == torch.float32
+    assert_within_budget(out, sdpa(stored, causal=True), sdpa(stored, causal=True, dtype=torch.float32))
+
+
+def test_an_empty_batch_is_fine(implementation: str) -> None:
+    batch = Batch.random([], [])
+    zero = torch.zeros(1, dtype=torch.int32)
+    assert flash_attn_varlen_func(batch.q, batch.k, batch.v, zero, zero, 0, 0).shape == (0, 4, 64)
+    nothing = Batch.random([0, 0], [3, 0])
+    out, lse = flash_attn_varlen_func(
+        nothing.q, nothing.k, nothing.v, *nothing.lengths, return_softmax_lse=True
+    )
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (4, 0)
+
+
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(implementation: str) -> None:
+    """Same answer: the prompt in one call, in chunks of 7, and each token alone over the cache.
+
+    The reference leaves the order of additions to torch, so only its values are the same.
+    """
+    batch = Batch.random([40], [40], heads=(9, 3))
+    whole = attend(batch, 16, causal=True)
+    paged = page(batch, 16)
+    for size in (1, 7, 16):
+        pieces = []
+        for start in range(0, 40, size):
+            stop = min(40, start + size)
+            cu_q = torch.tensor([0, stop - start], dtype=torch.int32)
+            cu_k = torch.tensor([0, stop], dtype=torch.int32)
+            rows = batch.q[start:stop]
+            lengths = (cu_q, cu_k, stop - start, stop)
+            caches = (rows, paged.k_cache, paged.v_cache)
+            pieces.append(flash_attn_varlen_func(*caches, *lengths, causal=True, block_table=paged.table))
+        if implementation == "cpu":
+            assert torch.equal(torch.cat(pieces), whole)
+        else:
+            torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-6)
+
+
+def test_the_numbers_of_threads_do_not_change_the_bits(implementation: str) -> None:
+    batch = Batch.random(LENS_Q, LENS_K, heads=(9, 3))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = attend(batch, 16, causal=True)
+        torch.set_num_threads(2)
+        two = attend(batch, 16, causal=True)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(one, two, rtol=0, atol=0 if implementation == "cpu" else 1e-6)
+
+
+def test_softmax_of_large_scores_does_not_overflow(implementation: str) -> None:
+    batch = Batch.random([3], [50])
+    out, lse = flash_attn_varlen_func(
+        batch.q * 200, batch.k, batch.v, *batch.lengths, causal=True, return_softmax_lse=True
+    )
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(lse).all()
+    large = Batch([3], [50], batch.q * 200, batch.k, batch.v)
+    assert_within_budget(out, sdpa(large, causal=True), sdpa(large, causal=True, dtype=torch.float32))
