@@ -1,4 +1,4 @@
-"""Token embedding and the head that turns hidden states into logits; tied models give both the same weight."""
+"""Token embedding and language-model head; tied models give both the same weight."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from octavo.kernels import PackedWeight, linear
 
 
 class Linear:
-    """y = x W^T + b. Several projections of one input are fused by stacking their rows in one weight (N, K)."""
+    """y = x W^T + b. Projections of one input are fused by stacking their rows in one weight (N, K)."""
 
     __slots__ = ("bias", "weight")
 

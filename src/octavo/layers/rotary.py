@@ -1,12 +1,13 @@
 """The rotary table: cos and sin for every position, computed once when a model is built.
 
 Frequencies and angles follow Transformers operation by operation in float32 (a more exact angle would differ
-from what the models were trained with). One choice is ours: `dynamic` NTK scaling. Transformers recomputes all
-frequencies from the longest sequence seen so far, so a cached key keeps the frequencies of the step that wrote
-it. Here position p always turns with the frequencies of a sequence of p + 1 tokens. That equals Transformers
-for every sequence up to max_position_embeddings and for every cached decode that grows past it from a shorter
-prompt, and unlike its rule it does not depend on batching, chunking, preemption or prefix hits. It differs
-for a prompt that is longer than max_position_embeddings from the start.
+from what the models were trained with). One choice is ours: `dynamic` NTK scaling. Transformers
+recomputes all frequencies from the longest sequence seen so far, so a cached key keeps the frequencies
+of the step that wrote it. Here position p always turns with the frequencies of a sequence of p + 1
+tokens. That equals Transformers for every sequence up to max_position_embeddings and for every cached
+decode that grows past it from a shorter prompt, and unlike its rule it does not depend on batching,
+chunking, preemption or prefix hits. It differs for a prompt that is longer than max_position_embeddings
+from the start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from octavo.layers.rope_config import RopeConfig
 
 
 def rope_table(rope: RopeConfig) -> torch.Tensor:
-    """(rope.num_positions, rope.rotary_dim) float32 on the CPU: cos in the first half of a row, sin in the second.
+    """(rope.num_positions, rope.rotary_dim) float32 on the CPU: cos in the first half of a row, sin in
+    the second.
 
     YaRN's attention factor is multiplied in.
     """
@@ -38,7 +40,7 @@ def rope_table(rope: RopeConfig) -> torch.Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Radians per position, (rotary_dim / 2,) float32, and the factor on cos and sin, of all types but dynamic."""
+    """Radians per position, (rotary_dim / 2,) float32, and the factor on cos and sin; not for dynamic."""
     frequencies = 1.0 / (rope.theta ** _exponents(rope.rotary_dim))
     scale = 1.0
     if rope.rope_type == "linear":

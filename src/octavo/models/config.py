@@ -15,6 +15,16 @@ from octavo.errors import ModelError, nearest
 from octavo.layers.rope_config import RopeConfig
 from octavo.models.source import ModelSource
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
 # Hugging Face `model_type` -> the module of this package that reads its config.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -24,11 +34,11 @@ class ModelConfig:
     """The shape of a dense decoder.
 
     `max_position_embeddings` is the length the config states (the default context of the engine);
-    `rope.num_positions` is the longest one that rope scaling allows. `attention_bias` is the bias of q, k and v,
-    `attention_output_bias` that of the output projection. `sliding_window` has one entry per layer: the number
-    of keys a token sees, itself included, or None for all. `tie_word_embeddings` is what the config says (None:
-    nothing); what holds is decided by what is in the checkpoint. `dtype` is the checkpoint's, "float32" if the
-    config is silent.
+    `rope.num_positions` is the longest one that rope scaling allows. `attention_bias` is the bias of q,
+    k and v, `attention_output_bias` that of the output projection. `sliding_window` has one entry per
+    layer: the number of keys a token sees, itself included, or None for all. `tie_word_embeddings` is
+    what the config says (None: nothing); what holds is decided by what is in the checkpoint. `dtype` is
+    the checkpoint's, "float32" if the config is silent.
     """
 
     model_type: str
@@ -51,8 +61,7 @@ class ModelConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-                     "vocab_size", "max_position_embeddings"):  # fmt: skip
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ModelError(f"config: {name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
@@ -63,7 +72,7 @@ class ModelConfig:
         rotary_dim = self.rope.rotary_dim
         if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > self.head_dim:
             raise ModelError(
-                f"config: the rotary dimension must be even, at least 2 and at most head_dim ({self.head_dim}), "
+                f"config: the rotary dimension must be even and from 2 to head_dim ({self.head_dim}), "
                 f"got {rotary_dim}"
             )
         if len(self.sliding_window) != self.num_layers:
@@ -73,12 +82,10 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """The config of a Hugging Face `config.json`; ModelError names what is missing, unknown or unsupported."""
+        """The config of a config.json; ModelError names what is missing, unknown or unsupported."""
         model_type = config.get("model_type")
         if not isinstance(model_type, str):
-            raise ModelError(
-                f"config: model_type is missing, so the architecture is unknown; known: {', '.join(MODEL_TYPES)}"
-            )
+            raise ModelError(f"config: model_type is missing; known architectures: {', '.join(MODEL_TYPES)}")
         if model_type not in MODEL_TYPES:
             raise ModelError(
                 f"config: unknown model_type {model_type!r}{nearest(model_type, MODEL_TYPES)}; "

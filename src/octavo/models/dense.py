@@ -74,6 +74,15 @@ class DenseCausalLM:
         tied = parameters.ties_head(EMBEDDING, HEAD)
         self.head = LMHead(self.embedding.weight if tied else parameters.matrix(HEAD))
 
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: KVCaches,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        return self.forward(input_ids, positions, kv_caches, meta)
+
     def forward(
         self,
         input_ids: torch.Tensor,

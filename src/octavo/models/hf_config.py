@@ -96,8 +96,8 @@ def dense_config(
 ) -> ModelConfig:
     """The part of the config that all dense decoders share; the arguments are what an architecture decides.
 
-    `max_position_embeddings` and `head_dim` are that architecture's defaults; without a default head_dim it is
-    hidden_size / num_attention_heads.
+    `max_position_embeddings` and `head_dim` are that architecture's defaults; without a default head_dim
+    it is hidden_size / num_attention_heads.
     """
     _refuse_unsupported(hf)
     hidden_size = hf.integer("hidden_size")
@@ -184,8 +184,8 @@ def windows_by_layer_type(hf: HFConfig, *, max_window_layers: int) -> tuple[int 
         sliding = [kind == "sliding_attention" for kind in layer_types]
         if window is None and any(sliding):
             raise ModelError(
-                "config: layer_types has sliding_attention layers, but there is no window: set use_sliding_window "
-                "and sliding_window"
+                "config: layer_types has sliding_attention layers, but there is no window: set "
+                "use_sliding_window and sliding_window"
             )
     else:
         first = hf.integer("max_window_layers", max_window_layers)
@@ -194,7 +194,7 @@ def windows_by_layer_type(hf: HFConfig, *, max_window_layers: int) -> tuple[int 
 
 
 def read_window(hf: HFConfig) -> int | None:
-    """`sliding_window` in keys seen, the token itself included; null = none, absent = the Hugging Face default."""
+    """`sliding_window`: keys seen, the token itself included; null = all, absent = Hugging Face's 4096."""
     if hf.states("sliding_window") and "sliding_window" not in hf:
         return None
     window = hf.integer("sliding_window", 4096)
@@ -206,7 +206,7 @@ def read_window(hf: HFConfig) -> int | None:
 
 
 def read_rope(hf: HFConfig, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-    """`rope_parameters` (Transformers 5) or `rope_scaling` with `rope_theta` (before); the older key wins, as there."""
+    """From `rope_parameters` (Transformers 5) or `rope_scaling` and `rope_theta` (before; wins, as there)."""
     values: Any = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(values, Mapping):
         raise ModelError(f"config: rope_parameters must be an object, got {values!r}")
@@ -225,7 +225,7 @@ def read_rope(hf: HFConfig, head_dim: int, max_position_embeddings: int) -> Rope
     unknown = rope.keys() - _ROPE_KEYS
     if unknown:
         warnings.warn(
-            f"config: rope_parameters has keys Octavo does not know and does not use: {', '.join(sorted(unknown))}",
+            f"config: rope_parameters has keys that are not used: {', '.join(sorted(unknown))}",
             stacklevel=2,
         )
     original = max_position_embeddings

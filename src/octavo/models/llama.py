@@ -1,4 +1,4 @@
-"""Llama (also SmolLM2, TinyLlama, Yi, ...): the plain dense decoder. head_dim is hidden / heads unless stated."""
+"""Llama (also SmolLM2, TinyLlama, Yi): the plain dense decoder; head_dim is hidden / heads unless stated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: bias on q, k and v, never on the output projection; windows on the upper layers if asked."""
+"""Qwen2 and Qwen2.5: bias on q, k, v but not on the output projection; windows on upper layers if asked."""
 
 from __future__ import annotations
 

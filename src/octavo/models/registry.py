@@ -31,7 +31,7 @@ class CausalLM(Protocol):
 
     config: ModelConfig
 
-    def forward(
+    def __call__(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -46,9 +46,9 @@ class CausalLM(Protocol):
 class LoadedModel:
     """A model and what belongs to it.
 
-    `dtype` is that of the activations. `generation_config` holds generation_config.json (for GGUF: the special
-    token ids of the metadata). `source` says where tokenizer and chat template are. `model_id` tells models
-    apart whose KV must not be mixed: same files, dtype and quantization give the same id.
+    `dtype` is that of the activations. `generation_config` holds generation_config.json (for GGUF: the
+    special token ids of the metadata). `source` says where tokenizer and chat template are. `model_id`
+    tells models apart whose KV must not be mixed: same files, dtype and quantization give the same id.
     """
 
     model: CausalLM
@@ -75,8 +75,9 @@ def load_model(
 
     Args:
         dtype: of activations and KV; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
-        load_format: "auto" follows what is there; "dummy" makes random weights from `seed` and needs a config only.
-        quantization: the form of the weight matrices on the CPU, with float32 activations: "float16", "int8",
+        load_format: "auto" follows what is there; "dummy" makes random weights from `seed` and needs a
+        config only. quantization: the form of the weight matrices on the CPU, with float32 activations:
+        "float16", "int8",
             or None for weights as exact as `dtype`.
         progress: called as progress(name, done, total) after each tensor.
 
@@ -100,7 +101,7 @@ def load_model(
     target = torch.device(device)
     activations = _activation_dtype(dtype, target, config, quantization)
     expected = dict(dense.tensor_shapes(config))
-    head = {dense.HEAD: (config.vocab_size, config.hidden_size)}
+    head: dict[str, Shape] = {dense.HEAD: (config.vocab_size, config.hidden_size)}
     checkpoint = _open_checkpoint(source, config, load_format, expected, head, seed)
     try:
         check_tensors(checkpoint, expected, head)
@@ -144,7 +145,8 @@ def _activation_dtype(
         dtype = "float32" if device.type == "cpu" else config.dtype
     if quantization is not None and dtype != "float32":
         raise ConfigError(
-            f"quantization: {quantization!r} works with float32 activations, but dtype is {dtype!r}; leave dtype out"
+            f"quantization: {quantization!r} works with float32 activations, but dtype is {dtype!r}; "
+            "leave dtype out"
         )
     result = getattr(torch, dtype)
     assert isinstance(result, torch.dtype)

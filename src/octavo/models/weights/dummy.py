@@ -11,7 +11,8 @@ from octavo.models.weights.checkpoint import Shape
 
 
 class DummyCheckpoint:
-    """Norm weights 1, biases within 0.02, matrices uniform with variance 1 / columns: logits have a spread of about 1.
+    """Norm weights 1, biases within 0.02, matrices uniform with variance 1 / columns: logits have a
+    spread of about 1.
 
     A tensor's values depend on `seed` and its name only.
     """

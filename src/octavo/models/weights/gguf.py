@@ -66,13 +66,13 @@ class GGUFCheckpoint:
             head_dim = len(self._rotary_order)
             raw = raw.reshape(num_rows // head_dim, head_dim, -1)[:, self._rotary_order]
         values = math.prod(tensor.shape)
-        raw = raw.reshape(-1)
+        packed = raw.reshape(-1)
         flat = out.view(-1)
         block, block_bytes = GGML_QUANT_SIZES[kind]
         step = max(1, _CHUNK_VALUES // block)
 
         def dequantise(first_block: int) -> None:
-            part = raw[first_block * block_bytes : (first_block + step) * block_bytes]
+            part = packed[first_block * block_bytes : (first_block + step) * block_bytes]
             # As one row: `dequantize` goes through rows in small groups.
             result = dequantize(part.reshape(1, -1), kind).reshape(-1)
             start = first_block * block
@@ -99,19 +99,20 @@ class GGUFCheckpoint:
             kind = GGMLQuantizationType(tensor.ggml_type)
         except ValueError as error:
             raise WeightsError(
-                f"{self.name}: tensor {tensor.name} has the unknown type {tensor.ggml_type}; a newer gguf package "
-                "may know it"
+                f"{self.name}: tensor {tensor.name} has the unknown type {tensor.ggml_type}; "
+                "a newer gguf package may know it"
             ) from error
         block = GGML_QUANT_SIZES[kind][0]
         if not tensor.shape or tensor.shape[-1] % block:
             raise WeightsError(
-                f"{self.name}: tensor {tensor.name} {tensor.shape} does not divide into {kind.name} blocks of {block}"
+                f"{self.name}: tensor {tensor.name} of shape {tensor.shape} does not divide into "
+                f"{kind.name} blocks of {block}"
             )
         end = tensor.offset + _num_bytes(tensor)
         if end > self._file.size:
             raise WeightsError(
-                f"{self.name}: is truncated: tensor {tensor.name} ends at byte {end}, the file has {self._file.size}; "
-                "download it again"
+                f"{self.name}: is truncated: tensor {tensor.name} ends at byte {end}, "
+                f"the file has {self._file.size}; download it again"
             )
 
 

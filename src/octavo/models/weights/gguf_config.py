@@ -18,7 +18,7 @@ _DTYPES = {_F32: "float32", _F16: "float16", _BF16: "bfloat16"}
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """The config that the metadata and the tensor table of `file` describe; ModelError names what is unsupported."""
+    """The config that `file` describes; ModelError names what is unsupported."""
     metadata = file.metadata
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
@@ -28,7 +28,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         )
     if metadata.get("split.count", 1) > 1:
         raise ModelError(
-            f"{file.path}: is one of {metadata['split.count']} parts of a split GGUF; merge them into one file first "
+            f"{file.path}: is one of {metadata['split.count']} parts of a split GGUF; merge them first "
             "(llama-gguf-split --merge)"
         )
     embedding = file.tensors.get("token_embd.weight")
@@ -46,7 +46,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     head_dim = get("attention.key_length") or (hidden // heads if hidden and heads else None)
     if head_dim and get("attention.value_length", head_dim) != head_dim:
         raise ModelError(
-            f"{file.path}: values of {get('attention.value_length')} features beside keys of {head_dim} are not supported"
+            f"{file.path}: keys of {head_dim} features with values of {get('attention.value_length')} "
+            "are not supported"
         )
     window = get("attention.sliding_window")
     if window and arch != "llama":

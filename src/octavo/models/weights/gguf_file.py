@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and the table of tensors, without their data. No torch.
 
-Reads the header itself instead of through gguf.GGUFReader, which builds an array per vocabulary string and takes
-over a second for a small model.
+Reads the header itself instead of through gguf.GGUFReader, which builds an array per vocabulary string
+and takes over a second for a small model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_DIMS = 4
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One row of the tensor table. `shape` is in torch's order, `offset` in bytes from the start of the file."""
+    """One row of the tensor table. `shape` is in torch's order, `offset` in bytes from the file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -162,6 +162,6 @@ class _Parser:
 
     def corrupt(self, what: str) -> WeightsError:
         return WeightsError(
-            f"{self.path}: is a corrupt or truncated GGUF file: {what} (near byte {self.at} of {len(self.data)}); "
-            "download it again"
+            f"{self.path}: is a corrupt or truncated GGUF file: {what} "
+            f"(near byte {self.at} of {len(self.data)}); download it again"
         )

@@ -21,8 +21,8 @@ class Progress(Protocol):
 class Parameters:
     """Hands out a model's parameters, each read when it is asked for and packed before the next is.
 
-    `dtype` is that of activations, biases and norms, `form` the packed form of matrices, `nbytes` the memory of
-    what was handed out so far. Memory beyond that is one matrix at a time.
+    `dtype` is that of activations, biases and norms, `form` the packed form of matrices, `nbytes` the
+    memory of what was handed out so far. Memory beyond that is one matrix at a time.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Parameters:
         return vector
 
     def linear(self, *prefixes: str) -> Linear:
-        """Projections of one input as one layer: `prefix.weight` stacked, with `prefix.bias` where there is one."""
+        """Projections of one input as one layer: each `prefix.weight`, and `prefix.bias` if there is one."""
         weight = self.matrix(*(f"{prefix}.weight" for prefix in prefixes))
         biases = [f"{prefix}.bias" for prefix in prefixes]
         has_bias = biases[0] in self._checkpoint.shapes

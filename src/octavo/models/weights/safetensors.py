@@ -9,8 +9,9 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
         self._entries: dict[str, _Entry] = {}
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, BufferedReader] = {}
         try:
             for path in _shards(folder):
                 for name, entry in _read_header(path, self._open(path)).items():
@@ -96,7 +97,7 @@ class SafetensorsCheckpoint:
             file.close()
         self._files.clear()
 
-    def _open(self, path: Path) -> BinaryIO:
+    def _open(self, path: Path) -> BufferedReader:
         if path not in self._files:
             try:
                 self._files[path] = path.open("rb")
@@ -105,11 +106,11 @@ class SafetensorsCheckpoint:
         return self._files[path]
 
     @staticmethod
-    def _fill(file: BinaryIO, flat: torch.Tensor, entry: _Entry) -> None:
-        view = memoryview(flat.view(torch.uint8).numpy())
+    def _fill(file: BufferedReader, flat: torch.Tensor, entry: _Entry) -> None:
+        view = flat.view(torch.uint8).numpy().data
         done = 0
         while done < len(view):
-            count = file.readinto(view[done:])  # type: ignore[attr-defined]  # BinaryIO lacks readinto in typeshed
+            count = file.readinto(view[done:])
             if not count:
                 raise WeightsError(f"{entry.path}: the file ended early; it changed while it was read")
             done += count
@@ -146,8 +147,8 @@ def _nothing_here(folder: Path) -> str:
     ggufs = [name for name in found if name.endswith(".gguf")]
     if bins:
         return (
-            f"{folder}: the weights are pickled ({bins[0]}), which Octavo does not read because loading them can "
-            "run code; convert them with Transformers: "
+            f"{folder}: the weights are pickled ({bins[0]}), which Octavo does not read because loading "
+            "them can run code; convert them with Transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
         )
     if ggufs:
@@ -174,7 +175,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path, file: BinaryIO) -> dict[str, _Entry]:
+def _read_header(path: Path, file: BufferedReader) -> dict[str, _Entry]:
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
     header_bytes = int.from_bytes(prefix, "little")
@@ -195,7 +196,8 @@ def _read_header(path: Path, file: BinaryIO) -> dict[str, _Entry]:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is not None and entry.num_bytes != math.prod(entry.shape) * dtype.itemsize:
             raise WeightsError(
-                f"{path}: the header is corrupt: tensor {name} {entry.shape} {entry.dtype} takes {entry.num_bytes} bytes"
+                f"{path}: the header is corrupt: tensor {name} of shape {entry.shape} in {entry.dtype} "
+                f"takes {entry.num_bytes} bytes"
             )
         if entry.offset + entry.num_bytes > size:
             raise WeightsError(
