@@ -26,41 +26,45 @@ def render_chat(
     chat_template: str | None = None,
     **template_kwargs: Any,
 ) -> str:
-    """The prompt for `messages`; encode it with `add_special_tokens=False`, the template wrote the BOS itself.
+    """The prompt for `messages`; encode it with `add_special_tokens=False`, as the template wrote the BOS.
 
     Args:
-        messages: dicts with `role` and `content`: a string, or a list of `{"type": "text", "text": ...}` parts, joined
-            by newlines where the template does not read parts itself. `content` may be absent or None beside `tool_calls`.
+        messages: dicts with `role` and `content`: a string, or a list of `{"type": "text", "text": ...}`
+            parts, joined by newlines where the template does not read parts itself. `content` may be absent
+            or None beside `tool_calls`.
         tools: JSON schemas of functions. The template named `tool_use` is taken if the model has one.
         add_generation_prompt: end with the header of an assistant turn.
-        continue_final_message: leave the last message open, to be continued. Needs `add_generation_prompt=False`.
+        continue_final_message: leave the last message open, to be continued. Needs
+            `add_generation_prompt=False`.
         documents: dicts for retrieval templates.
         chat_template: Jinja source, or the name of one of the model's templates, in place of the default.
-        template_kwargs: variables of the template (`enable_thinking=False`). One it does not read is an error.
+        template_kwargs: variables of the template (`enable_thinking=False`); one it never reads is an error.
 
-    The caller's objects are not changed. Raises RequestError naming the message index and field, the option, or the
-    template's own complaint.
+    The caller's objects are not changed. Raises RequestError naming the message index and field, the option,
+    or the template's own complaint.
     """
     from octavo.text.template import compile_template
 
     template = compile_template(_choose_template(tokenizer, chat_template, tools is not None))
     if add_generation_prompt and continue_final_message:
         raise RequestError(
-            "continue_final_message: cannot be combined with add_generation_prompt=True, which opens a new message; "
-            "pass add_generation_prompt=False"
+            "continue_final_message: cannot be combined with add_generation_prompt=True, which opens a new "
+            "message; pass add_generation_prompt=False"
         )
     chat = _checked_messages(messages, join_parts=not template.reads_parts)
     _check_dicts("tools", tools)
     _check_dicts("documents", documents)
-    given = template_kwargs | {
-        name: value for name, value in (("tools", tools), ("documents", documents)) if value is not None
+    given = {
+        **template_kwargs,
+        **{name: value for name, value in (("tools", tools), ("documents", documents)) if value is not None},
     }
+    given = {name: _plain(name, value) for name, value in given.items()}
     for name in given:
         if name not in template.variables:
             readable = sorted(template.variables - {"messages", "add_generation_prompt"})
             raise RequestError(
                 f"{name}: this model's chat template does not read it{nearest(name, readable)}; "
-                f"it reads {', '.join(readable) or 'no variables'}. Leave it out or pass another chat_template"
+                f"it reads {', '.join(readable) or 'none'}. Leave it out or pass another chat_template"
             )
     if continue_final_message:
         final_text = _open_final_message(chat)
@@ -103,7 +107,7 @@ def _checked_message(index: int, message: Mapping[str, Any], join_parts: bool) -
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role: expected a string such as 'user', got {role!r}")
     # Templates tell an absent key well and None badly (some print it).
-    plain = {key: value for key, value in message.items() if value is not None}
+    plain = {key: _plain(f"{where}.{key}", value) for key, value in message.items() if value is not None}
     content = plain.get("content")
     if content is None:
         if role != "assistant" or not plain.get("tool_calls"):
@@ -112,10 +116,8 @@ def _checked_message(index: int, message: Mapping[str, Any], join_parts: bool) -
                 "only an assistant message with tool_calls may lack it"
             )
     elif isinstance(content, list | tuple):
-        texts = [_part_text(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
-        plain["content"] = (
-            "\n".join(texts) if join_parts else [{"type": "text", "text": text} for text in texts]
-        )
+        parts = [_checked_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+        plain["content"] = "\n".join(part["text"] for part in parts) if join_parts else parts
     elif not isinstance(content, str):
         raise RequestError(
             f"{where}.content: expected a string or a list of text parts, got {type(content).__name__}"
@@ -126,16 +128,37 @@ def _checked_message(index: int, message: Mapping[str, Any], join_parts: bool) -
     return plain
 
 
-def _part_text(where: str, part: Any) -> str:
-    if not isinstance(part, Mapping):
+def _checked_part(where: str, part: Any) -> dict[str, Any]:
+    if not isinstance(part, dict):
         raise RequestError(f"{where}: expected {{'type': 'text', 'text': ...}}, got {type(part).__name__}")
     kind = part.get("type", "text")
     if kind != "text":
         raise RequestError(f"{where}.type: only 'text' parts are supported, got {kind!r}")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise RequestError(f"{where}.text: expected a string, got {type(text).__name__}")
-    return text
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{where}.text: expected a string, got {type(part.get('text')).__name__}")
+    return {"type": "text", **part}
+
+
+def _plain(where: str, value: Any) -> Any:
+    """A copy made of JSON types only: a template is code from outside and gets no object with methods."""
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)
+        case int():
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+        case Mapping():
+            return {
+                _plain(f"{where} key", key): _plain(f"{where}.{key}", item) for key, item in value.items()
+            }
+        case list() | tuple():
+            return [_plain(f"{where}[{i}]", item) for i, item in enumerate(value)]
+    raise RequestError(
+        f"{where}: expected JSON data (dict, list, str, number, bool, None), got {type(value).__name__}"
+    )
 
 
 def _check_dicts(name: str, values: Sequence[Mapping[str, Any]] | None) -> None:
@@ -166,8 +189,8 @@ def _cut_at_tag(rendered: str, final_text: str) -> str:
     at = rendered.rfind(_CONTINUE_TAG.strip())
     if at < 0 or final_text.strip() not in rendered:
         raise RequestError(
-            "continue_final_message: the chat template drops or rewrites the final message, so it cannot be continued; "
-            "use add_generation_prompt=True"
+            "continue_final_message: the chat template drops or rewrites the final message, so it cannot be "
+            "continued; use add_generation_prompt=True"
         )
     # Where the template trimmed the tag's trailing space, it trims the message's as well.
     kept = rendered[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG

@@ -14,14 +14,16 @@ _MAX_CHARACTER_BYTES = 4
 
 
 class Detokenizer:
-    """Streams the text of one sequence. The joined pieces equal `tokenizer.decode(all ids, skip_special_tokens)`.
+    """Streams the text of one sequence; the joined pieces equal one `tokenizer.decode` of all its ids.
 
-    A piece never ends in half a character: bytes of one that is not complete yet are held back, and become U+FFFD in
-    `finish()` if nothing completes them. With a sentencepiece vocabulary the whole run of byte tokens is held until it
-    ends, because one bad byte changes how all of the run is decoded; a run is seldom longer than a word.
+    A piece never ends in half a character: bytes of one that is not complete yet are held back, and become
+    U+FFFD in `finish()` if nothing completes them. With a sentencepiece vocabulary the whole run of byte
+    tokens is held until it ends, because one bad byte changes how all of the run is decoded; a run is seldom
+    longer than a word.
 
-    With `prompt_token_ids` the text is read as their continuation: a leading space stays a space, and a character that
-    the prompt began and the output completes belongs to the output. The prompt's own text is not shown.
+    With `prompt_token_ids` the text is read as their continuation: a leading space stays a space, and a
+    character that the prompt began and the output completes belongs to the output. The prompt's own text is
+    not shown.
 
     Cost per token does not depend on how many came before. Not thread-safe.
     """

@@ -17,8 +17,9 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 def recipe_from_folder(folder: Path) -> TokenizerRecipe:
     """Read `tokenizer.json` and the files beside it; ModelError as `load_tokenizer` says.
 
-    `tokenizer_config.json` outranks `special_tokens_map.json`. A chat template comes from `chat_template.jinja` (and
-    `additional_chat_templates/*.jinja`), else from the configuration, else from `chat_template.json`.
+    `tokenizer_config.json` outranks `special_tokens_map.json`. A chat template comes from
+    `chat_template.jinja` (and `additional_chat_templates/*.jinja`), else from the configuration, else from
+    `chat_template.json`.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -26,7 +27,8 @@ def recipe_from_folder(folder: Path) -> TokenizerRecipe:
         found = f", only the older {older}" if older else ""
         raise ModelError(
             f"{folder}: no tokenizer.json there{found}; download it with the model, write one with "
-            "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder), or pass token ids as prompts"
+            "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder), "
+            "or pass token ids as prompts"
         )
     try:
         backend = Tokenizer.from_file(str(path))
@@ -103,7 +105,7 @@ def _add_configured_tokens(backend: Tokenizer, entries: dict[str, dict[str, Any]
         if backend.token_to_id(content) != int(token_id):
             raise ModelError(
                 f"{folder}: added token {content!r} should have id {token_id}, but tokenizer.json puts it at "
-                f"{backend.token_to_id(content)}; the two files are of different versions, download both again"
+                f"{backend.token_to_id(content)}; the files are of different versions, download both again"
             )
 
 
@@ -136,5 +138,6 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         ):
             return {entry["name"]: entry["template"] for entry in stated}
     raise ModelError(
-        f"{folder}: chat_template should be a string or a list of objects with 'name' and 'template', got {stated!r:.80}"
+        f"{folder}: chat_template should be a string or a list of objects with 'name' and 'template', "
+        f"got {stated!r:.80}"
     )

@@ -1,6 +1,7 @@
 """How `tokenizer.ggml.pre` says text is split before BPE.
 
-The names are llama.cpp's; the patterns are those of the models' own `tokenizer.json`, which llama.cpp follows.
+The names are llama.cpp's; the patterns are those of the models' own `tokenizer.json`, which llama.cpp
+follows.
 """
 
 from __future__ import annotations

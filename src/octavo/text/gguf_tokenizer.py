@@ -1,7 +1,7 @@
 """A tokenizer from the metadata of a GGUF file.
 
-Two models are known: `gpt2` (byte-level BPE, split first by the rule that `tokenizer.ggml.pre` names) and `llama`
-(sentencepiece BPE with scores and byte fallback).
+Two models are known: `gpt2` (byte-level BPE, split first by the rule that `tokenizer.ggml.pre` names) and
+`llama` (sentencepiece BPE with scores and byte fallback).
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def recipe_from_metadata(metadata: dict[str, Any], origin: str) -> TokenizerReci
     _add_tokens(backend, tokens, ggml.get("token_type") or [])
 
     def token_at(key: str) -> str | None:
-        token_id = ggml.get(key)
+        token_id: int | None = ggml.get(key)
         if token_id is None:
             return None
         if not 0 <= token_id < len(tokens):
             raise ModelError(
-                f"{origin}: tokenizer.ggml.{key} is {token_id}, outside the vocabulary of {len(tokens)} tokens; "
-                "convert the file again, or correct the key with the gguf package's gguf-set-metadata"
+                f"{origin}: tokenizer.ggml.{key} is {token_id}, outside the vocabulary of {len(tokens)} "
+                "tokens; convert the file again, or correct the key with the gguf package's gguf-set-metadata"
             )
         return tokens[token_id]
 
-    specials = {name: token_at(key) for name, key in _SPECIAL_KEYS.items()}
+    specials: dict[str, str | None] = {name: token_at(key) for name, key in _SPECIAL_KEYS.items()}
     templates = {
         key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default": value
         for key, value in metadata.items()
@@ -98,8 +98,8 @@ def _byte_level_bpe(ggml: dict[str, Any], tokens: list[str], origin: str) -> tup
     rule = PRE_TOKENIZERS.get(name)
     if rule is None:
         raise ModelError(
-            f"{origin}: tokenizer.ggml.pre {name!r} is not known{nearest(name, PRE_TOKENIZERS)}, and another rule "
-            "would split text wrongly without a sign; use the model's Hugging Face folder, "
+            f"{origin}: tokenizer.ggml.pre {name!r} is not known{nearest(name, PRE_TOKENIZERS)}, and another "
+            "rule would split text wrongly without a sign; use the model's Hugging Face folder, "
             "whose tokenizer.json states the rule"
         )
     merges = ggml.get("merges")

@@ -1,10 +1,12 @@
 """What each token contributes to the decoded text, derived from the decoder of a `tokenizers` backend.
 
-Decoders of language models come in two shapes, and both can be followed token by token without decoding twice:
+Decoders of language models come in two shapes, and both can be followed token by token without decoding
+twice:
 
 - *byte-level*: every token is a byte string, the text is their concatenation read as UTF-8.
-- *pieces*: every token is a string after some replacements (`▁` becomes a space), except that `<0x41>` may stand for
-  one byte; a run of such bytes is read as UTF-8 when it ends. Leading spaces may be stripped from the whole text.
+- *pieces*: every token is a string after some replacements (`▁` becomes a space), except that `<0x41>` may
+  stand for one byte; a run of such bytes is read as UTF-8 when it ends. Leading spaces may be stripped from
+  the whole text.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ class DecodeRule:
 class TokenPieces:
     """Text or bytes per token id, computed on first use and kept.
 
-    `piece(id)` is bytes for a byte-level token and for a byte-fallback token, str for any other, and None where the
-    token shows nothing: an id outside the vocabulary, or a special token when those are skipped.
+    `piece(id)` is bytes for a byte-level token and for a byte-fallback token, str for any other, and None
+    where the token shows nothing: an id outside the vocabulary, or a special token when those are skipped.
     """
 
     def __init__(self, backend: Backend, rule: DecodeRule, *, skip_special_tokens: bool) -> None:

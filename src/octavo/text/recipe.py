@@ -19,7 +19,7 @@ class TokenizerRecipe:
     special_tokens: dict[str, str] = field(default_factory=dict)
     """`bos_token`, `eos_token`, `pad_token`, ... as text; chat templates see them under these names."""
     chat_templates: dict[str, str] = field(default_factory=dict)
-    """Jinja sources by name; `default` is used unless another is asked for, `tool_use` when tools are given."""
+    """Jinja sources by name; `default` unless another is asked for, `tool_use` when tools are given."""
     add_bos_token: bool | None = None
     """Whether plain prompts get a BOS; None leaves it to the backend's post-processor."""
     add_eos_token: bool | None = None

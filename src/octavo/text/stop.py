@@ -10,10 +10,10 @@ from octavo.errors import RequestError
 class StopChecker:
     """Decides, piece by piece, how much text may be shown before a stop string is ruled out.
 
-    The match is the first to be *complete* in the text, the longest of those complete at the same character; so the
-    result does not depend on how the text was cut into pieces, and generation can end at that very token. Text that
-    may still turn out to be the beginning of a stop string is held back. With `include` the stop string itself is
-    shown too; nothing after it ever is.
+    The match is the first to be *complete* in the text, the longest of those complete at the same character;
+    so the result does not depend on how the text was cut into pieces, and generation can end at that very
+    token. Text that may still turn out to be the beginning of a stop string is held back. With `include` the
+    stop string itself is shown too; nothing after it ever is.
 
     Raises RequestError for a stop that is not a non-empty string.
     """

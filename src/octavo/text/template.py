@@ -18,7 +18,7 @@ from octavo.errors import RequestError
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is just its body."""
+    """`{% generation %}` marks the assistant's text for training; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
 

@@ -1,4 +1,4 @@
-"""The tokenizer the engine uses: one class over the `tokenizers` package, loaded from a folder or a GGUF file."""
+"""The tokenizer the engine uses: one class over the `tokenizers` package, whatever file it came from."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class TokenizerSource(Protocol):
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:
     """The tokenizer of a model, from a folder's `tokenizer.json` or from a GGUF file's metadata.
 
-    Raises ModelError when there is none, or one that would be split or decoded wrongly here; the message says what to
-    do. Raises WeightsError for a truncated GGUF file.
+    Raises ModelError when there is none, or one that would be split or decoded wrongly here; the message says
+    what to do. Raises WeightsError for a truncated GGUF file.
     """
     # `tokenizers` is imported by these two, and only now.
     if source.kind == "gguf":
@@ -52,7 +52,7 @@ class Tokenizer:
 
     def __init__(self, recipe: TokenizerRecipe) -> None:
         backend = recipe.backend
-        # A checkpoint may carry the limits of its training run; a prompt must never be cut or padded in silence.
+        # A checkpoint may carry its training run's limits; a prompt must never be cut or padded in silence.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -61,7 +61,6 @@ class Tokenizer:
         self._pieces = {
             skip: TokenPieces(backend, self._rule, skip_special_tokens=skip) for skip in (True, False)
         }
-        self._texts = TokenPieces(backend, self._rule, skip_special_tokens=False)
         added_ids = backend.get_added_tokens_decoder()
         self.vocab_size: int = max(
             [backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added_ids)]
@@ -86,8 +85,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; the text of a special token inside it becomes that token.
 
-        With `add_special_tokens` the BOS the model wants is put in front, unless the text begins with it already, and
-        likewise the EOS at the end. Text from `render_chat` is encoded without: the template wrote its own.
+        With `add_special_tokens` the BOS the model wants is put in front, unless the text begins with it
+        already, and likewise the EOS at the end. Text from `render_chat` is encoded without: the template
+        wrote its own.
         """
         if not isinstance(text, str):
             raise RequestError(f"prompt: expected a string to encode, got {type(text).__name__}")
@@ -114,7 +114,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes this token adds in the middle of a text; `b""` for an id outside the vocabulary."""
-        piece = self._texts.piece(token_id)
+        piece = self._pieces[False].piece(token_id)
         return piece.encode() if isinstance(piece, str) else piece or b""
 
     def token_text(self, token_id: int) -> str:

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFReader
+from helpers.tokenizers_by_hand import smollm2_path, write_gguf
+from octavo.errors import ModelError, WeightsError
+from octavo.text.gguf_metadata import read_gguf_metadata
+
+EVERYTHING: dict[str, Any] = {
+    "a.bool": True,
+    "a.int": 7,
+    "a.float": 0.5,
+    "a.text": "grüße",
+    "a.words": ["x", "", "中文"],
+    "a.ints": [1, -2, 3],
+    "a.floats": [0.25, -1.0],
+    "a.flags": [True, False],
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "model.gguf", EVERYTHING)
+
+
+def test_every_kind_of_value_comes_back(file: Path) -> None:
+    assert read_gguf_metadata(file) == {"general.architecture": "llama", **EVERYTHING}
+
+
+def test_unwanted_keys_are_stepped_over(file: Path) -> None:
+    wanted = {"a.ints", "a.flags"}
+    assert read_gguf_metadata(file, wanted.__contains__) == {key: EVERYTHING[key] for key in wanted}
+
+
+def test_every_fixed_width_type(tmp_path: Path) -> None:
+    values = {0: ("B", 200), 1: ("b", -3), 2: ("H", 60000), 3: ("h", -300), 4: ("I", 1 << 31), 5: ("i", -(1 << 30))}
+    values |= {6: ("f", 0.5), 7: ("?", True), 10: ("Q", 1 << 40), 11: ("q", -(1 << 40)), 12: ("d", 0.1)}
+    data = b"GGUF" + struct.pack("<IQQ", 2, 0, len(values))
+    for kind, (code, value) in values.items():
+        key = f"k{kind}".encode()
+        data += struct.pack("<Q", len(key)) + key + struct.pack(f"<I{code}", kind, value)
+    path = tmp_path / "types.gguf"
+    path.write_bytes(data)
+    assert read_gguf_metadata(path) == {f"k{kind}": value for kind, (_, value) in values.items()}
+
+
+def test_a_file_cut_anywhere_is_an_error(file: Path, tmp_path: Path) -> None:
+    whole = file.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in range(len(whole)):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ModelError if length < 8 else WeightsError, match=str(cut)):
+            read_gguf_metadata(cut)
+
+
+def test_absurd_lengths_are_corruption_not_memory(tmp_path: Path) -> None:
+    path = tmp_path / "absurd.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k"
+    for tail in (
+        struct.pack("<IQ", 8, 1 << 62),  # a string
+        struct.pack("<IIQ", 9, 4, 1 << 62),  # an array of uint32
+        struct.pack("<IIQQ", 9, 8, 1 << 62, 1 << 62),  # an array of strings
+        struct.pack("<IQ", 13, 0),  # an unknown type
+    ):
+        path.write_bytes(head + tail)
+        with pytest.raises(WeightsError, match="truncated or corrupt"):
+            read_gguf_metadata(path)
+
+
+def test_text_that_is_not_utf8_is_corruption(tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<QcIQ", 1, b"k", 8, 1) + b"\xff")
+    with pytest.raises(WeightsError, match="truncated or corrupt"):
+        read_gguf_metadata(path)
+
+
+def test_other_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    path.write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(ModelError, match="not a GGUF file"):
+        read_gguf_metadata(path)
+    path.write_bytes(b"GGUF" + struct.pack("<I", 1) + b"\0" * 16)
+    with pytest.raises(ModelError, match="GGUF version 1 is not supported"):
+        read_gguf_metadata(path)
+    with pytest.raises(ModelError, match=r"missing\.gguf: cannot be read \(No such file"):
+        read_gguf_metadata(tmp_path / "missing.gguf")
+
+
+def test_the_real_file_reads_as_the_gguf_package_reads_it_and_faster() -> None:
+    started = time.perf_counter()
+    ours = read_gguf_metadata(smollm2_path())
+    ours_s = time.perf_counter() - started
+    started = time.perf_counter()
+    reader = GGUFReader(smollm2_path())
+    theirs_s = time.perf_counter() - started
+    theirs = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert ours == theirs
+    assert ours_s < theirs_s / 3
