@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.outputs import Logprob
 
-# Candidates looked at first for a row without top_k; if top_p or min_p reach further, the row is sorted whole.
+# Candidates looked at first for a row without top_k; if top_p or min_p reach further, all of it is sorted.
 FIRST_CANDIDATES = 256
 
 # Tokens whose probabilities are summed together before one of these blocks is searched token by token.

@@ -185,8 +185,8 @@ class _Plan:
     """The options of one batch as tensors, kept while the batch is made of the same sequences.
 
     temperature (1 where nothing is drawn), top_k (vocab_size for none), top_p, min_p: (R,), on the logits'
-    device. greedy, unordered, ordered: the rows that take the argmax, that are drawn from the whole row, and that
-    are drawn among the leading tokens. greedy is None when there are none, a slice when it is all.
+    device. greedy, unordered, ordered: the rows that take the argmax, that are drawn from the whole row, and
+    that are drawn among the leading tokens. greedy is None when there are none, a slice when it is all.
     """
 
     def __init__(
