@@ -17,5 +17,6 @@ def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor,
         else:
             first, second = heads[..., :half], heads[..., half : 2 * half]
         a, b = first.to(compute), second.to(compute)
-        first.copy_(a * cos - b * sin)
-        second.copy_(b * cos + a * sin)
+        turned = a * cos - b * sin, b * cos + a * sin
+        first.copy_(turned[0])
+        second.copy_(turned[1])
