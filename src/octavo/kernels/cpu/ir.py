@@ -74,9 +74,7 @@ def emit_load(builder: Any, address: Any, dtype: str, lanes: int) -> Any:
     """`lanes` items of `dtype` at `address`, exactly converted to fp32."""
     wide = ir.VectorType(F32, lanes)
     item = {"float32": F32, "float16": F16, "bfloat16": I16, "int8": I8}[dtype]
-    value = builder.load(
-        pointer(builder, address, ir.VectorType(item, lanes)), align=ITEM_BYTES[dtype]
-    )
+    value = builder.load(pointer(builder, address, ir.VectorType(item, lanes)), align=ITEM_BYTES[dtype])
     if dtype == "float16":
         return builder.fpext(value, wide)
     if dtype == "bfloat16":  # a bfloat16 is the upper half of an fp32
@@ -346,3 +344,42 @@ def keep_lanes(typing_context, value, first, stop, other):  # type: ignore[no-un
         return builder.select(inside, vector, emit_splat(builder, replacement, lanes))
 
     return value(value, types.intp, types.intp, types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def transpose(typing_context, addresses, offset, out, ldo, dtype, lanes):  # type: ignore[no-untyped-def]
+    """``out[c, r] = item c of row r`` for a square of `lanes` rows.
+
+    Row r starts `offset` bytes past the address in the int64 array at `addresses`; out is fp32, ldo items a row.
+    """
+    count = lanes.literal_value
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        table, skip, target, stride = arguments[:4]
+        rows = []
+        for row in range(count):
+            start = builder.load(pointer(builder, builder.add(table, I64(8 * row)), I64))
+            rows.append(emit_load(builder, builder.add(start, skip), dtype.literal_value, count))
+        for row, value in enumerate(_emit_transpose(builder, rows)):
+            emit_store(builder, builder.add(target, builder.mul(stride, I64(4 * row))), value, "float32")
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp, dtype, lanes), codegen
+
+
+def _emit_transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """log2(lanes) rounds, each swapping the off-diagonal quarters of ever larger squares, in registers."""
+    lanes = len(rows)
+    size = 1
+    while size < lanes:
+        low = [lane if not lane & size else lanes + lane - size for lane in range(lanes)]
+        high = [lane + size if not lane & size else lanes + lane for lane in range(lanes)]
+        masks = [ir.Constant(ir.VectorType(I32, lanes), mask) for mask in (low, high)]
+        result = list(rows)
+        for i in range(lanes):
+            if not i & size:
+                result[i] = builder.shuffle_vector(rows[i], rows[i + size], masks[0])
+                result[i + size] = builder.shuffle_vector(rows[i], rows[i + size], masks[1])
+        rows = result
+        size *= 2
+    return rows

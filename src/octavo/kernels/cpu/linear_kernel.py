@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from octavo.kernels.cpu.compiled import compile_kernel, source_digest
 from octavo.kernels.cpu.host import FLOAT_BYTES, vector_shape
-from octavo.kernels.cpu.ir import ITEM_BYTES, load, load_i64, splat, store, take
+from octavo.kernels.cpu.ir import ITEM_BYTES, load, load_i64, store, take
 from octavo.kernels.cpu.tile import tile
 
 K_BLOCK = 512  # a multiple of GROUP, see octavo.kernels.linear
@@ -81,7 +81,9 @@ def _linear(dtype: str, lanes: int, vectors: int, max_rows: int, digest: str) ->
                             for c in range(0, panel, lanes):
                                 value = load(w_block + (j * panel + c) * item, dtype, lanes)
                                 if is_int8:
-                                    value = value * load(s_block + (j // group * panel + c) * 4, "float32", lanes)
+                                    value = value * load(
+                                        s_block + (j // group * panel + c) * 4, "float32", lanes
+                                    )
                                 store(scratch + (j * panel + c) * 4, value, "float32")
                     for i_tile in range(num_tiles):
                         # Rows are shared out evenly: 16 rows on tiles of 12 are 8 + 8, not 12 + 4.
@@ -97,12 +99,12 @@ def _linear(dtype: str, lanes: int, vectors: int, max_rows: int, digest: str) ->
                         if converts and rows >= CONVERT_ROWS:
                             tile(
                                 count, columns, k_count, x_at, k_size, scratch, panel, 0, 1,
-                                init, ld_init, out_at, n_size, "float32", lanes, vectors, max_rows,
+                                init, ld_init, out_at, n_size, "float32", lanes, vectors, max_rows, 0,
                             )  # fmt: skip
                         else:
                             tile(
                                 count, columns, k_count, x_at, k_size, w_block, panel, s_block, group,
-                                init, ld_init, out_at, n_size, dtype, lanes, vectors, max_rows,
+                                init, ld_init, out_at, n_size, dtype, lanes, vectors, max_rows, 0,
                             )  # fmt: skip
 
     return linear

@@ -44,13 +44,33 @@ from octavo.kernels.cpu.ir import (
 
 @intrinsic(prefer_literal=True)
 def tile(
-    typing_context, rows, columns, k, x, ldx, w, ldw, scales, group, init, ldinit, out, ldo, dtype, lanes, vectors, max_rows
+    typing_context,
+    rows,
+    columns,
+    k,
+    x,
+    ldx,
+    w,
+    ldw,
+    scales,
+    group,
+    init,
+    ldinit,
+    out,
+    ldo,
+    dtype,
+    lanes,
+    vectors,
+    max_rows,
+    chain,
 ):  # type: ignore[no-untyped-def]
     """``out[r, n] = init[r, n] + sum over k of x[r, k] * w[k, n]`` for r < rows, n < columns.
 
-    rows 1..max_rows and columns 1..lanes*vectors vary at run time; the last four arguments are constants. x, init, out
+    rows 1..max_rows and columns 1..lanes*vectors vary at run time; the last five arguments are constants. x, init, out
     are fp32; w holds `dtype`, rows of lanes*vectors items. All are byte addresses; ldx, ldw, ldinit, ldo count items
     from row to row (ldinit 0 repeats one row). For int8, w[k, n] is multiplied by scales[k // group, n] first.
+    chain 0 adds a finished sum to init; chain 1 starts the chain of fmas at init, so that a sum over k may be cut
+    anywhere into several calls without a change of a bit.
     """
     shape = _Shape(dtype.literal_value, lanes.literal_value, vectors.literal_value)
 
@@ -63,8 +83,14 @@ def tile(
             case = builder.function.append_basic_block(f"tile.{count}")
             switch.add_case(I64(count), case)
             builder.position_at_end(case)
-            accumulators = _accumulate(builder, shape, operands, count)
-            _write(builder, shape, operands, accumulators, count)
+            if chain.literal_value:
+                start = _load_init(builder, shape, operands, count)
+                _store(builder, shape, operands, _accumulate(builder, shape, operands, count, start), count)
+            else:
+                start = [constant_vector(0.0, shape.lanes)] * (count * shape.vectors)
+                _add_to_init(
+                    builder, shape, operands, _accumulate(builder, shape, operands, count, start), count
+                )
             builder.branch(done)
         builder.position_at_end(unreachable)
         builder.branch(done)
@@ -72,7 +98,7 @@ def tile(
         return context.get_dummy_value()
 
     integers = (types.intp,) * 13
-    return types.void(*integers, dtype, lanes, vectors, max_rows), codegen
+    return types.void(*integers, dtype, lanes, vectors, max_rows, chain), codegen
 
 
 class _Shape:
@@ -84,8 +110,20 @@ class _Shape:
 
 class _Operands:
     def __init__(
-        self, rows: Any, columns: Any, k: Any, x: Any, ldx: Any, w: Any, ldw: Any,
-        scales: Any, group: Any, init: Any, ldinit: Any, out: Any, ldo: Any,
+        self,
+        rows: Any,
+        columns: Any,
+        k: Any,
+        x: Any,
+        ldx: Any,
+        w: Any,
+        ldw: Any,
+        scales: Any,
+        group: Any,
+        init: Any,
+        ldinit: Any,
+        out: Any,
+        ldo: Any,
     ) -> None:
         self.rows, self.columns, self.k = rows, columns, k
         self.x, self.ldx, self.w, self.ldw = x, ldx, w, ldw
@@ -93,8 +131,8 @@ class _Operands:
         self.init, self.ldinit, self.out, self.ldo = init, ldinit, out, ldo
 
 
-def _accumulate(builder: Any, shape: _Shape, at: _Operands, rows: int) -> list[Any]:
-    """The loop over k; returns rows * vectors accumulators."""
+def _accumulate(builder: Any, shape: _Shape, at: _Operands, rows: int, start: list[Any]) -> list[Any]:
+    """The loop over k from `start`; returns rows * vectors accumulators."""
     row_addresses = [
         builder.add(at.x, builder.mul(at.ldx, I64(4 * row))) if row else at.x for row in range(rows)
     ]
@@ -117,9 +155,8 @@ def _accumulate(builder: Any, shape: _Shape, at: _Operands, rows: int) -> list[A
                 result.append(emit_fma(builder, x, weights[vector], accumulator))
         return result
 
-    zeros = [constant_vector(0.0, shape.lanes)] * (rows * shape.vectors)
     if shape.dtype != "int8":
-        return emit_loop(builder, I64(0), at.k, zeros, lambda k, acc: step(k, acc, None))
+        return emit_loop(builder, I64(0), at.k, start, lambda k, acc: step(k, acc, None))
 
     def group_step(index: Any, accumulators: list[Any]) -> list[Any]:
         first = builder.mul(index, at.group)
@@ -133,10 +170,31 @@ def _accumulate(builder: Any, shape: _Shape, at: _Operands, rows: int) -> list[A
         return emit_loop(builder, first, stop, accumulators, lambda k, acc: step(k, acc, scales))
 
     groups = builder.sdiv(builder.add(at.k, builder.sub(at.group, I64(1))), at.group)
-    return emit_loop(builder, I64(0), groups, zeros, group_step)
+    return emit_loop(builder, I64(0), groups, start, group_step)
 
 
-def _write(builder: Any, shape: _Shape, at: _Operands, accumulators: list[Any], rows: int) -> None:
+def _place(builder: Any, shape: _Shape, base: Any, ld: Any, row: int, vector: int) -> Any:
+    row_address = builder.add(base, builder.mul(ld, I64(4 * row)))
+    return builder.add(row_address, I64(4 * vector * shape.lanes))
+
+
+def _load_init(builder: Any, shape: _Shape, at: _Operands, rows: int) -> list[Any]:
+    """The accumulators of a chained tile, which has all of its columns."""
+    return [
+        emit_load(builder, _place(builder, shape, at.init, at.ldinit, row, vector), "float32", shape.lanes)
+        for row in range(rows)
+        for vector in range(shape.vectors)
+    ]
+
+
+def _store(builder: Any, shape: _Shape, at: _Operands, accumulators: list[Any], rows: int) -> None:
+    for row in range(rows):
+        for vector in range(shape.vectors):
+            place = _place(builder, shape, at.out, at.ldo, row, vector)
+            emit_store(builder, place, accumulators[row * shape.vectors + vector], "float32")
+
+
+def _add_to_init(builder: Any, shape: _Shape, at: _Operands, accumulators: list[Any], rows: int) -> None:
     """``out = init + accumulators``, the last columns of a matrix under a mask."""
     whole = builder.icmp_signed("==", at.columns, I64(shape.panel))
     with builder.if_else(whole) as (then, otherwise):
@@ -144,9 +202,8 @@ def _write(builder: Any, shape: _Shape, at: _Operands, accumulators: list[Any], 
             with branch:
                 for row in range(rows):
                     for vector in range(shape.vectors):
-                        offset = I64(4 * vector * shape.lanes)
-                        init = builder.add(builder.add(at.init, builder.mul(at.ldinit, I64(4 * row))), offset)
-                        out = builder.add(builder.add(at.out, builder.mul(at.ldo, I64(4 * row))), offset)
+                        init = _place(builder, shape, at.init, at.ldinit, row, vector)
+                        out = _place(builder, shape, at.out, at.ldo, row, vector)
                         value = accumulators[row * shape.vectors + vector]
                         if masked:
                             mask = _mask(builder, shape, at.columns, vector)

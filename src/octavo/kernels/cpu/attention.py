@@ -1,0 +1,130 @@
+"""Attention on the CPU: tensors in, addresses down to `attention_kernel.py`."""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cpu import host, threads
+
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_PARALLEL_WORK = 8192  # key reads x head_dim below which waking the other threads costs more than it brings
+
+
+def supports(q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> str | None:
+    """None when the compiled kernel can do it, else why not."""
+    reason = host.unfit_reason()
+    if reason is not None:
+        return reason
+    for dtype in (q_dtype, cache_dtype):
+        if dtype not in _NAMES:
+            return f"no compiled kernel for {dtype}"
+    return None
+
+
+def _float_bits(value: float) -> int:
+    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return bits
+
+
+@functools.cache
+def _constants() -> Tensor:
+    """A row of zeros as wide as a tile, then 0, 1, 2, ... as wide as a vector."""
+    from octavo.kernels.cpu.attention_kernel import tile_columns
+
+    lanes = host.vector_shape().lanes
+    return torch.cat((torch.zeros(tile_columns()), torch.arange(lanes, dtype=torch.float32)))
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    block_table: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Fill `out` (Tq, H, D) and `lse` (H, Tq); `octavo.kernels.attention` says what they mean.
+
+    A row gets the same bits in every batch, chunk and block layout; `attention_kernel.py` says why.
+    """
+    from octavo.kernels.cpu import attention_kernel
+
+    num_tokens, num_heads, head_dim = q.shape
+    batch = cu_seqlens_q.shape[0] - 1
+    if num_tokens == 0 or batch < 1:
+        return
+    num_kv_heads = k.shape[-2]
+    group = num_heads // num_kv_heads
+    left, right = window_size
+    if causal:
+        right = 0
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+    slopes, slopes_row = 0, 0
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.data_ptr()
+        slopes_row = alibi_slopes.stride(0) * 4 if alibi_slopes.dim() == 2 else 0
+    q_item, kv_item = q.element_size(), k.element_size()
+    paged = block_table is not None
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    constants = _constants()
+    scratch_size = attention_kernel.scratch_bytes(group, head_dim)
+    k_strides, v_strides = k.stride(), v.stride()
+    parameters = (
+        batch,
+        group,
+        num_kv_heads,
+        head_dim,
+        q.data_ptr(),
+        q.stride(0) * q_item,
+        q.stride(1) * q_item,
+        k.data_ptr(),
+        k_strides[0] * kv_item,
+        k_strides[-3] * kv_item,
+        k_strides[-2] * kv_item,
+        v.data_ptr(),
+        v_strides[0] * kv_item,
+        v_strides[-3] * kv_item,
+        v_strides[-2] * kv_item,
+        out.data_ptr(),
+        out.stride(0) * q_item,
+        out.stride(1) * q_item,
+        0 if lse is None else lse.data_ptr(),
+        0 if lse is None else lse.stride(0) * 4,
+        cu_seqlens_q.data_ptr(),
+        cu_seqlens_k.data_ptr(),
+        block_table.data_ptr() if block_table is not None else 0,
+        block_table.stride(0) * 4 if block_table is not None else 0,
+        k.shape[1] if paged else 1,
+        _float_bits(softmax_scale),
+        _float_bits(softcap),
+        left,
+        right,
+        slopes,
+        slopes_row,
+        0 if sinks is None else sinks.data_ptr(),
+        max(1, attention_kernel.ROWS_PER_TASK // group),
+        attention_kernel.scratch_rows(group),
+        constants.data_ptr(),
+        constants.data_ptr() + attention_kernel.tile_columns() * 4,
+        scratch_size,
+        threads.scratch(scratch_size),
+    )
+    work = num_tokens * num_heads * max_seqlen_k * head_dim
+    kernel = attention_kernel.attention_kernel(_NAMES[q.dtype], _NAMES[k.dtype])
+    threads.run(kernel, parameters, parallel=work > _PARALLEL_WORK)

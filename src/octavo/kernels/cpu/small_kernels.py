@@ -1,0 +1,255 @@
+"""The kernels without a matrix product: norm, rotary, gated activation, cache write. Tasks are a few rows or tokens."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from numba import float32
+
+from octavo.kernels.cpu.compiled import compile_kernel, source_digest
+from octavo.kernels.cpu.host import vector_shape
+from octavo.kernels.cpu.ir import (
+    ITEM_BYTES,
+    bits_to_float,
+    fma,
+    lanes_sum,
+    load,
+    load_i64,
+    splat,
+    store,
+    take,
+)
+from octavo.kernels.cpu.math import exp
+
+
+@functools.cache
+def norm_kernel(x_dtype: str, weight_dtype: str) -> int:
+    """Address of the kernel of `octavo.kernels.cpu.norm`."""
+    return compile_kernel(_norm(x_dtype, weight_dtype, vector_shape().lanes, source_digest()))
+
+
+@functools.cache
+def rotary_kernel(dtype: str, pairs: str) -> int:
+    """Address of the kernel of `octavo.kernels.cpu.rotary`; pairs "halves" or "interleaved"."""
+    make = _rotary_interleaved if pairs == "interleaved" else _rotary_halves
+    return compile_kernel(make(dtype, vector_shape().lanes, source_digest()))
+
+
+@functools.cache
+def silu_kernel(dtype: str) -> int:
+    """Address of the kernel of `octavo.kernels.cpu.activation`."""
+    return compile_kernel(_silu(dtype, vector_shape().lanes, source_digest()))
+
+
+@functools.cache
+def kv_write_kernel(dtype: str, cache_dtype: str) -> int:
+    """Address of the kernel of `octavo.kernels.cpu.kv_write`."""
+    return compile_kernel(_kv_write(dtype, cache_dtype, vector_shape().lanes, source_digest()))
+
+
+def _norm(dtype: str, weight_dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
+    item = ITEM_BYTES[dtype]
+    weight_item = ITEM_BYTES[weight_dtype]
+
+    def norm(cell: int) -> None:
+        digest  # noqa: B018  # part of the cache key
+        block = load_i64(cell, 0)
+        rows = load_i64(block, 2)
+        depth = load_i64(block, 3)
+        x = load_i64(block, 4)
+        x_row = load_i64(block, 5)
+        weight = load_i64(block, 6)
+        out = load_i64(block, 7)
+        residual = load_i64(block, 8)  # 0: none
+        residual_row = load_i64(block, 9)
+        new_residual = load_i64(block, 10)
+        eps = bits_to_float(load_i64(block, 11))
+        rows_per_task = load_i64(block, 12)
+        whole = depth // lanes * lanes
+        while True:
+            first = take(block, 0) * rows_per_task
+            if first >= rows:
+                break
+            for row in range(first, min(first + rows_per_task, rows)):
+                source = x + row * x_row
+                if residual != 0:
+                    other = residual + row * residual_row
+                    source = new_residual + row * depth * item
+                    for c in range(0, whole, lanes):
+                        value = load(x + row * x_row + c * item, dtype, lanes)
+                        store(source + c * item, value + load(other + c * item, dtype, lanes), dtype)
+                    for c in range(whole, depth):
+                        value = load(x + row * x_row + c * item, dtype, 1)
+                        store(source + c * item, value + load(other + c * item, dtype, 1), dtype)
+                squares = splat(bits_to_float(0), lanes)
+                tail = splat(bits_to_float(0), 1)
+                for c in range(0, whole, lanes):
+                    value = load(source + c * item, dtype, lanes)
+                    squares = fma(value, value, squares)
+                for c in range(whole, depth):
+                    value = load(source + c * item, dtype, 1)
+                    tail = fma(value, value, tail)
+                mean = (lanes_sum(squares) + lanes_sum(tail)) / float32(depth)
+                factor = float32(1.0) / float32(math.sqrt(mean + eps))
+                to = out + row * depth * item
+                for c in range(0, whole, lanes):
+                    value = load(source + c * item, dtype, lanes) * splat(factor, lanes)
+                    store(to + c * item, value * load(weight + c * weight_item, weight_dtype, lanes), dtype)
+                for c in range(whole, depth):
+                    value = load(source + c * item, dtype, 1) * splat(factor, 1)
+                    store(to + c * item, value * load(weight + c * weight_item, weight_dtype, 1), dtype)
+
+    return norm
+
+
+def _rotary_halves(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
+    item = ITEM_BYTES[dtype]
+
+    def rotary(cell: int) -> None:
+        digest  # noqa: B018  # part of the cache key
+        block = load_i64(cell, 0)
+        num_tokens = load_i64(block, 2)
+        half = load_i64(block, 3)
+        angles = load_i64(block, 4)
+        angles_row = load_i64(block, 5)
+        positions = load_i64(block, 6)
+        tokens_per_task = load_i64(block, 7)
+        whole = half // lanes * lanes
+        while True:
+            first = take(block, 0) * tokens_per_task
+            if first >= num_tokens:
+                break
+            for token in range(first, min(first + tokens_per_task, num_tokens)):
+                cos = angles + load_i64(positions, token) * angles_row
+                sin = cos + half * 4
+                for which in range(8, 16, 4):  # the parameters of q, then those of k
+                    heads = load_i64(block, which) + token * load_i64(block, which + 1)
+                    for head in range(load_i64(block, which + 3)):
+                        at = heads + head * load_i64(block, which + 2)
+                        for i in range(0, whole, lanes):
+                            a = load(at + i * item, dtype, lanes)
+                            b = load(at + (half + i) * item, dtype, lanes)
+                            c = load(cos + i * 4, "float32", lanes)
+                            s = load(sin + i * 4, "float32", lanes)
+                            store(at + i * item, a * c - b * s, dtype)
+                            store(at + (half + i) * item, b * c + a * s, dtype)
+                        for i in range(whole, half):
+                            a1 = load(at + i * item, dtype, 1)
+                            b1 = load(at + (half + i) * item, dtype, 1)
+                            c1 = load(cos + i * 4, "float32", 1)
+                            s1 = load(sin + i * 4, "float32", 1)
+                            store(at + i * item, a1 * c1 - b1 * s1, dtype)
+                            store(at + (half + i) * item, b1 * c1 + a1 * s1, dtype)
+
+    return rotary
+
+
+def _rotary_interleaved(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
+    item = ITEM_BYTES[dtype]
+
+    def rotary(cell: int) -> None:
+        digest  # noqa: B018  # part of the cache key
+        block = load_i64(cell, 0)
+        num_tokens = load_i64(block, 2)
+        half = load_i64(block, 3)
+        angles = load_i64(block, 4)
+        angles_row = load_i64(block, 5)
+        positions = load_i64(block, 6)
+        tokens_per_task = load_i64(block, 7)
+        while True:
+            first = take(block, 0) * tokens_per_task
+            if first >= num_tokens:
+                break
+            for token in range(first, min(first + tokens_per_task, num_tokens)):
+                cos = angles + load_i64(positions, token) * angles_row
+                for which in range(8, 16, 4):  # the parameters of q, then those of k
+                    heads = load_i64(block, which) + token * load_i64(block, which + 1)
+                    for head in range(load_i64(block, which + 3)):
+                        at = heads + head * load_i64(block, which + 2)
+                        for i in range(half):
+                            a = load(at + 2 * i * item, dtype, 1)
+                            b = load(at + (2 * i + 1) * item, dtype, 1)
+                            c = load(cos + i * 4, "float32", 1)
+                            s = load(cos + (half + i) * 4, "float32", 1)
+                            store(at + 2 * i * item, a * c - b * s, dtype)
+                            store(at + (2 * i + 1) * item, b * c + a * s, dtype)
+
+    return rotary
+
+
+def _silu(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
+    item = ITEM_BYTES[dtype]
+
+    def silu(cell: int) -> None:
+        digest  # noqa: B018  # part of the cache key
+        block = load_i64(cell, 0)
+        rows = load_i64(block, 2)
+        width = load_i64(block, 3)
+        x = load_i64(block, 4)
+        x_row = load_i64(block, 5)
+        out = load_i64(block, 6)
+        rows_per_task = load_i64(block, 7)
+        whole = width // lanes * lanes
+        one = splat(float32(1.0), lanes)
+        zero = splat(float32(0.0), lanes)
+        while True:
+            first = take(block, 0) * rows_per_task
+            if first >= rows:
+                break
+            for row in range(first, min(first + rows_per_task, rows)):
+                gate = x + row * x_row
+                up = gate + width * item
+                to = out + row * width * item
+                for c in range(0, whole, lanes):
+                    g = load(gate + c * item, dtype, lanes)
+                    silu_g = g / (one + exp(zero - g))
+                    store(to + c * item, silu_g * load(up + c * item, dtype, lanes), dtype)
+                for c in range(whole, width):
+                    g1 = load(gate + c * item, dtype, 1)
+                    silu_g1 = g1 / (splat(float32(1.0), 1) + exp(splat(float32(0.0), 1) - g1))
+                    store(to + c * item, silu_g1 * load(up + c * item, dtype, 1), dtype)
+
+    return silu
+
+
+def _kv_write(dtype: str, cache_dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
+    item = ITEM_BYTES[dtype]
+    cache_item = ITEM_BYTES[cache_dtype]
+
+    def kv_write(cell: int) -> None:
+        digest  # noqa: B018  # part of the cache key
+        block = load_i64(cell, 0)
+        num_tokens = load_i64(block, 2)
+        num_heads = load_i64(block, 3)
+        dim = load_i64(block, 4)
+        slots = load_i64(block, 5)
+        block_size = load_i64(block, 6)
+        tokens_per_task = load_i64(block, 7)
+        whole = dim // lanes * lanes
+        while True:
+            first = take(block, 0) * tokens_per_task
+            if first >= num_tokens:
+                break
+            for token in range(first, min(first + tokens_per_task, num_tokens)):
+                slot = load_i64(slots, token)
+                if slot < 0:
+                    continue
+                for which in range(2):  # K, then V
+                    source = load_i64(block, 8 + 3 * which) + token * load_i64(block, 9 + 3 * which)
+                    cache = 14 + 4 * which
+                    target = (
+                        load_i64(block, cache)
+                        + slot // block_size * load_i64(block, cache + 1)
+                        + slot % block_size * load_i64(block, cache + 2)
+                    )
+                    for head in range(num_heads):
+                        at = source + head * load_i64(block, 10 + 3 * which)
+                        to = target + head * load_i64(block, cache + 3)
+                        for c in range(0, whole, lanes):
+                            store(to + c * cache_item, load(at + c * item, dtype, lanes), cache_dtype)
+                        for c in range(whole, dim):
+                            store(to + c * cache_item, load(at + c * item, dtype, 1), cache_dtype)
+
+    return kv_write
