@@ -54,7 +54,7 @@ def byte_level(tokens: dict[int, bytes], special: Iterable[str] = (), added: Ite
     free = iter(set(range(len(vocab) + 256)) - set(vocab.values()))
     for byte in range(256):
         vocab.setdefault(spelled(bytes([byte])), next(free))
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(text, normalized=False) for text in added])
@@ -75,7 +75,9 @@ SENTENCEPIECE_SCORES = [0.0] * 259 + [-float(i) for i in range(len(SENTENCEPIECE
 def sentencepiece_like() -> Tokenizer:
     """A Llama-2 style backend: `▁` for spaces, byte fallback, one leading space stripped."""
     vocab = {token: i for i, token in enumerate(SENTENCEPIECE_TOKENS)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(
+        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -15,12 +15,13 @@ from helpers.tokenizers_by_hand import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
 from octavo.errors import ModelError
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.recipe import TokenizerRecipe
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
 # Ids and bytes as in Qwen2's and Qwen3's vocabulary: the third character lies in two tokens.
 QWEN_TOKENS = {
@@ -46,7 +47,9 @@ def smollm2() -> Tokenizer:
 @cache
 def byte_level_with_added() -> Tokenizer:
     # One added token with characters outside the byte alphabet, one special, one with a byte-alphabet letter.
-    backend = byte_level({0: b"he", 1: b"\xf0\x9f", 2: b"\x8e\x89!"}, special=["<|end|>"], added=["<｜x｜>", "é"])
+    backend = byte_level(
+        {0: b"he", 1: b"\xf0\x9f", 2: b"\x8e\x89!"}, special=["<|end|>"], added=["<｜x｜>", "é"]
+    )
     return Tokenizer(TokenizerRecipe(backend, "test"))
 
 
@@ -166,7 +169,10 @@ def test_a_byte_run_is_held_until_it_ends() -> None:
     assert stream.push(eur) == ""
     assert stream.finish() == "€"
     # One bad byte spoils the whole run, as the full decode has it.
-    assert stream.push([*eur, 3 + 0xFF, SENTENCEPIECE_TOKENS.index("he")]) == "\N{REPLACEMENT CHARACTER}" * 4 + "he"
+    assert (
+        stream.push([*eur, 3 + 0xFF, SENTENCEPIECE_TOKENS.index("he")])
+        == "\N{REPLACEMENT CHARACTER}" * 4 + "he"
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -211,7 +217,9 @@ def test_a_fork_goes_its_own_way(name: str) -> None:
 def test_a_decoder_that_cannot_be_streamed_is_refused() -> None:
     backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
     backend.decoder = decoders.WordPiece()
-    with pytest.raises(ModelError, match="somewhere: the tokenizer's decoder step 'WordPiece' cannot be streamed"):
+    with pytest.raises(
+        ModelError, match="somewhere: the tokenizer's decoder step 'WordPiece' cannot be streamed"
+    ):
         Tokenizer(TokenizerRecipe(backend, "somewhere"))
 
 
@@ -238,6 +246,7 @@ def test_the_cost_of_a_token_does_not_grow() -> None:
 
 def test_the_byte_alphabet_is_the_one_of_the_tokenizers_package() -> None:
     from helpers.tokenizers_by_hand import BYTE_CHARACTERS
+
     from octavo.text.pieces import byte_level_alphabet
 
     assert byte_level_alphabet() == {char: byte for byte, char in BYTE_CHARACTERS.items()}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from gguf import GGUFReader
 from helpers.tokenizers_by_hand import smollm2_path, write_gguf
+
 from octavo.errors import ModelError, WeightsError
 from octavo.text.gguf_metadata import read_gguf_metadata
 
@@ -38,7 +39,14 @@ def test_unwanted_keys_are_stepped_over(file: Path) -> None:
 
 
 def test_every_fixed_width_type(tmp_path: Path) -> None:
-    values = {0: ("B", 200), 1: ("b", -3), 2: ("H", 60000), 3: ("h", -300), 4: ("I", 1 << 31), 5: ("i", -(1 << 30))}
+    values = {
+        0: ("B", 200),
+        1: ("b", -3),
+        2: ("H", 60000),
+        3: ("h", -300),
+        4: ("I", 1 << 31),
+        5: ("i", -(1 << 30)),
+    }
     values |= {6: ("f", 0.5), 7: ("?", True), 10: ("Q", 1 << 40), 11: ("q", -(1 << 40)), 12: ("d", 0.1)}
     data = b"GGUF" + struct.pack("<IQQ", 2, 0, len(values))
     for kind, (code, value) in values.items():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from octavo.errors import RequestError
 from octavo.text.stop import StopChecker
 
