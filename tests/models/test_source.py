@@ -105,7 +105,7 @@ def test_the_built_in_model_without_its_package(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_revision_is_for_repositories_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="revision: 'main' was given, but .* is local"):
+    with pytest.raises(ModelError, match=r"revision: 'main' was given, but .* is local"):
         resolve_model(str(tmp_path), "main")
 
 

@@ -199,6 +199,8 @@ def _read_header(path: Path, file: BufferedReader) -> dict[str, _Entry]:
                 f"{path}: the header is corrupt: tensor {name} of shape {entry.shape} in {entry.dtype} "
                 f"takes {entry.num_bytes} bytes"
             )
+        if entry.offset < start:
+            raise WeightsError(f"{path}: the header is corrupt: tensor {name} begins before the data")
         if entry.offset + entry.num_bytes > size:
             raise WeightsError(
                 f"{path}: is truncated: tensor {name} ends at byte {entry.offset + entry.num_bytes}, "
