@@ -221,11 +221,15 @@ def test_the_numbers_of_threads_do_not_change_the_bits(implementation: str) -> N
 
 
 def test_softmax_of_large_scores_does_not_overflow(implementation: str) -> None:
+    """exp overflows from 89 on. A score is known to its last bit, which is 6e-5 here, and no better."""
     batch = Batch.random([3], [50])
-    out, lse = flash_attn_varlen_func(
-        batch.q * 200, batch.k, batch.v, *batch.lengths, causal=True, return_softmax_lse=True
-    )
-    assert torch.isfinite(out).all()
-    assert torch.isfinite(lse).all()
     large = Batch([3], [50], batch.q * 200, batch.k, batch.v)
-    assert_within_budget(out, sdpa(large, causal=True), sdpa(large, causal=True, dtype=torch.float32))
+    scores = torch.einsum("qhd,khd->hqk", large.q, large.k.repeat_interleave(2, dim=1)) / 8
+    assert scores.max() > 500
+    lengths = large.lengths
+    out, lse = flash_attn_varlen_func(
+        large.q, large.k, large.v, *lengths, causal=True, return_softmax_lse=True
+    )
+    assert torch.isfinite(lse).all()
+    last_bit = torch.finfo(torch.float32).eps * scores.abs().max().item()
+    torch.testing.assert_close(out.double(), sdpa(large, causal=True), rtol=0, atol=2 * last_bit)

@@ -71,7 +71,7 @@ def test_strided_sources_and_interleaved_caches(implementation: str) -> None:
 
 
 def test_heads_first_caches(implementation: str) -> None:
-    """Any strides with a contiguous last dimension: a cache stored (num_blocks, heads, block_size, head_dim)"""
+    """Any strides with a contiguous last dimension: a cache stored heads first."""
     k, v = new()
     stored = [torch.full((4, 3, 4, 5), -7.0) for _ in range(2)]
     slots = torch.tensor([13, 2, 0, 7, 8, 5])
