@@ -3,8 +3,8 @@
     python bench/compare_cpu.py [--llama-python PYTHON] [--rounds 3]
 
 Every engine runs in a process of its own, loaded once; then workload by workload, round by round,
-A B C A B C; medians count. PYTHON is an interpreter with `xllamacpp` installed; without it llama.cpp is left out. The result
-goes to bench/results/<this machine>/compare.json.
+A B C A B C; medians count. PYTHON is an interpreter that has `xllamacpp`; without it
+llama.cpp is left out. The result goes to bench/results/<this machine>/compare.json.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ class _LazyCommands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        return typer.main.get_command(importlib.import_module(f"octavo.cli.{cmd_name}").app)
+        command = typer.main.get_command(importlib.import_module(f"octavo.cli.{cmd_name}").app)
+        command.name = cmd_name
+        return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not args[0].startswith("-") and args[0] not in COMMANDS:
@@ -40,7 +42,9 @@ class _LazyCommands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(cls=_LazyCommands, add_completion=False, no_args_is_help=True)
+app = typer.Typer(
+    cls=_LazyCommands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+)
 
 
 def _show_version(wanted: bool) -> None:
