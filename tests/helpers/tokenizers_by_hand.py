@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ def spelled(data: bytes) -> str:
 
 
 def byte_level(tokens: dict[int, bytes], special: Iterable[str] = (), added: Iterable[str] = ()) -> Tokenizer:
-    """A byte-level BPE backend with `tokens` at the given ids, the single bytes after them, then added tokens."""
+    """A byte-level BPE backend with `tokens` at the given ids, single bytes at free ones, then added tokens."""
     vocab = {spelled(data): token_id for token_id, data in tokens.items()}
     free = iter(set(range(len(vocab) + 256)) - set(vocab.values()))
     for byte in range(256):
@@ -93,7 +94,7 @@ def sentencepiece_by_hand(text: str, tokens: list[str], scores: list[float]) -> 
     while True:
         pairs = [
             (scores[ids[left + right]], -i)
-            for i, (left, right) in enumerate(zip(symbols, symbols[1:], strict=False))
+            for i, (left, right) in enumerate(itertools.pairwise(symbols))
             if left + right in ids
         ]
         if not pairs:
@@ -135,7 +136,7 @@ class SmolLMByHand:
         while len(symbols) > 1:
             ranked = [
                 (self.ranks[pair], i)
-                for i, pair in enumerate(zip(symbols, symbols[1:], strict=False))
+                for i, pair in enumerate(itertools.pairwise(symbols))
                 if pair in self.ranks
             ]
             if not ranked:
@@ -157,7 +158,7 @@ def _isolated(pattern: regex.Pattern[str], text: str) -> list[str]:
 
 
 def write_gguf(path: Path, metadata: dict[str, Any]) -> Path:
-    """A GGUF file of metadata alone, written by the `gguf` package; ints become uint32, lists typed by their items."""
+    """A GGUF file of metadata alone, written by the `gguf` package; ints become uint32."""
     writer = GGUFWriter(path, arch="llama")
     for key, value in metadata.items():
         match value:

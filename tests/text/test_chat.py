@@ -47,7 +47,7 @@ QWEN3_STYLE = """\
 {%- set ns = namespace(last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>')) %}
+    {%- if message.role == "user" and not message.content.startswith('<tool_response>') %}
         {%- set ns.last_query_index = index %}
         {%- break %}
     {%- endif %}
@@ -65,11 +65,11 @@ QWEN3_STYLE = """\
         {%- if message.reasoning_content is string %}
             {%- set reasoning_content = message.reasoning_content %}
         {%- elif '</think>' in content %}
-            {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set reasoning_content = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
         {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content }}
+            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning_content + '\\n</think>\\n\\n' + content }}
         {%- else %}
             {{- '<|im_start|>' + message.role + '\\n' + content }}
         {%- endif %}
@@ -109,12 +109,15 @@ LLAMA3_STYLE = """\
 {%- else %}
     {%- set system_message = "" %}
 {%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
+{{- system_message + "<|eot_id|>" }}
 {%- for message in messages %}
     {%- if 'tool_calls' in message %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' + (message.tool_calls[0].function | tojson(indent=4)) + '<|eot_id|>' }}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- (message.tool_calls[0].function | tojson(indent=4)) + '<|eot_id|>' }}
     {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -138,11 +141,15 @@ MISTRAL_STYLE = """\
 """
 
 PARTS = """\
-{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}{% else %}
+{% for message in messages %}<{{ message.role }}>
+{%- if message.content is string %}{{ message.content }}{% else %}
 {%- for part in message.content %}[{{ part.type }}:{{ part.text }}]{% endfor %}{% endif %}{% endfor %}
 """
 
-RAG = "{% for d in documents %}{{ d.title }}: {{ d['text'] }}\n{% endfor %}{{ messages[-1].content }}{{ documents is none }}"
+RAG = (
+    "{% for d in documents %}{{ d.title }}: {{ d['text'] }}\n{% endfor %}"
+    "{{ messages[-1].content }}{{ documents is none }}"
+)
 
 TEMPLATES = {
     "chatml": CHATML,
@@ -263,6 +270,11 @@ def test_template_variables() -> None:
         both("{{ bos_token }}{{ pad_token }}{{ sep_token }}{{ messages|length }}", [user("!")]) == "<s><pad>1"
     )
     assert both("{{ eos_token }}{{ messages|length }}", [user("!")], eos_token="<e>") == "<e>1"
+    assert both("{{ dict(a=1, b=messages|length) | tojson }}", [user("!")]) == '{"a": 1, "b": 1}'
+    assert (
+        both("{% set n = namespace(self=messages|length) %}{% set n.b = 2 %}{{ n.self + n.b }}", [user("!")])
+        == "3"
+    )
 
 
 def test_documents() -> None:
@@ -314,7 +326,7 @@ def test_parts_are_joined_where_it_does_not() -> None:
         ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
         ("{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}", True),
         (
-            "{% for m in messages %}{% set c = m.content %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}",
+            "{% for m in messages %}{% set c = m.content %}{% for p in c %}{{ p }}{% endfor %}{% endfor %}",
             True,
         ),
         ("{% for m in messages %}{% for t in m.tool_calls %}{{ t }}{% endfor %}{% endfor %}", False),
@@ -412,6 +424,13 @@ def test_bad_messages_are_named(messages: Any, message: str) -> None:
         ),
         ("{{ messages.append(1) }}", {}, "the chat template refused them: .*unsafe"),
         ("{{ ''.__class__.__mro__ }}", {}, "the chat template refused them: .*unsafe"),
+        ("{{ dict.mro() }}", {}, "the chat template refused them: .*has no attribute 'mro'"),
+        (
+            "{% set ns = namespace(_a=1) %}",
+            {},
+            "the chat template refused them: a namespace cannot hold '_a'",
+        ),
+        ("{% set ns = namespace() %}{% set ns._a = 1 %}", {}, "a namespace cannot hold '_a'"),
     ],
 )
 def test_bad_options_and_templates_are_named(template: str, options: dict[str, Any], message: str) -> None:
@@ -429,7 +448,7 @@ def test_a_refusal_carries_the_templates_own_words() -> None:
 
 def test_no_template_and_no_default() -> None:
     with pytest.raises(
-        RequestError, match="the model has no chat template.*pass chat_template=.*plain prompt"
+        RequestError, match=r"the model has no chat template.*pass chat_template=.*plain prompt"
     ):
         render_chat(tokenizer_with(), [user("Hi")])
     with pytest.raises(RequestError, match="several and no default; name one of rag, tool_use"):

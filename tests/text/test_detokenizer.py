@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import timeit
 from collections.abc import Callable
@@ -80,7 +81,7 @@ ALL: dict[str, Callable[[], Tokenizer]] = {
 
 def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = [0, *sorted(min(at, len(ids)) for at in cuts), len(ids)]
-    return [ids[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [ids[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def test_a_character_in_two_tokens_is_held_until_it_is_whole() -> None:

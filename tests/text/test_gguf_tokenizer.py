@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_PATTERN
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_PATTERN
 
 from octavo.errors import ModelError
 from octavo.text.gguf_metadata import read_gguf_metadata
@@ -164,7 +168,7 @@ MERGES = ["1 2", "12 3", "Ġ a", "a b", "Ã ©"]
 
 
 def byte_level_metadata(pre: str | None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Single bytes, a few merges, a token no merge makes, control tokens at 262-264 and an added one at 265."""
+    """Single bytes, a few merges, a token no merge makes, control tokens at 262-264, an added one at 265."""
     metadata: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": [*BYTES, *JOINED, "xyz", "<s>", "</s>", "<eot>", "[x y]"],
@@ -345,3 +349,11 @@ def test_from_a_file(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(Source("gguf", path))
     assert tokenizer.encode("the") == [1, SENTENCEPIECE_TOKENS.index("▁the")]
     assert tokenizer.origin == str(path)
+
+
+def test_the_patterns_are_those_of_transformers() -> None:
+    llama3 = inspect.signature(TikTokenConverter).parameters["pattern"].default
+    expected = {"qwen2": QWEN2_PATTERN, "qwen35": QWEN35_PATTERN, "llama-bpe": llama3}
+    assert {name: PRE_TOKENIZERS[name].patterns for name in expected} == {
+        name: (pattern,) for name, pattern in expected.items()
+    }

@@ -17,8 +17,8 @@ from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 LLAMA3_STYLE = (
-    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
-    "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 
@@ -116,13 +116,14 @@ def test_tokens_one_by_one() -> None:
 
 
 def test_a_dummy_model_has_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="kind 'dummy' has no tokenizer.*Pass token ids"):
+    with pytest.raises(ModelError, match=r"kind 'dummy' has no tokenizer.*Pass token ids"):
         load_tokenizer(Source("dummy", tmp_path))
 
 
 def test_importing_the_room_is_cheap() -> None:
     code = (
-        "import sys, octavo.text, octavo.text.tokenizer, octavo.text.chat, octavo.text.detokenizer, octavo.text.stop\n"
+        "import sys\n"
+        "from octavo.text import chat, detokenizer, stop, tokenizer\n"
         "loaded = {'torch', 'transformers', 'tokenizers', 'jinja2', 'numpy', 'gguf'} & set(sys.modules)\n"
         "assert not loaded, loaded"
     )
@@ -136,7 +137,8 @@ def test_a_tokenizer_and_a_template_need_neither_torch_nor_transformers() -> Non
         "import sys, types, pathlib\n"
         "from octavo.text.tokenizer import load_tokenizer\n"
         "from octavo.text.chat import render_chat\n"
-        f"tokenizer = load_tokenizer(types.SimpleNamespace(kind='gguf', path=pathlib.Path({str(smollm2_path())!r})))\n"
+        f"path = pathlib.Path({str(smollm2_path())!r})\n"
+        "tokenizer = load_tokenizer(types.SimpleNamespace(kind='gguf', path=path))\n"
         "render_chat(tokenizer, [{'role': 'user', 'content': 'Hi'}])\n"
         "loaded = {'torch', 'transformers', 'gguf'} & set(sys.modules)\n"
         "assert not loaded, loaded"

@@ -8,11 +8,13 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes as nodes
 import jinja2.sandbox
 from jinja2.parser import Parser
+from jinja2.utils import Namespace
 
 from octavo.errors import RequestError
 
@@ -48,6 +50,35 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
+class _Dict:
+    """The builtin's constructor and `fromkeys`, without the class object that leads to the interpreter."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """`namespace()` that stores no underscore names, by which a template could reach Python's internals."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        super().__init__(attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with '_'")
+
+
 class ChatTemplate:
     """One compiled template.
 
@@ -63,6 +94,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        environment.globals["dict"] = _Dict()
+        environment.globals["namespace"] = _Namespace
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
