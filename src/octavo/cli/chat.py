@@ -17,9 +17,9 @@ from octavo.cli.session import describe_timing, open_llm
 from octavo.errors import OctavoError, RequestError, nearest
 
 if TYPE_CHECKING:
-    from octavo.llm import LLM
     from rich.console import Console
 
+    from octavo.llm import LLM
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
 
@@ -122,14 +122,13 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         said = ""
         try:
-            with _interrupt_flag() as interrupted:
-                # Leaving the stream before its end aborts the request and frees its blocks.
-                with self.llm.stream_chat(messages, self.params) as stream:
-                    for chunk in stream:
-                        said += chunk.text
-                        self._print_piece(chunk.text)
-                        if interrupted:
-                            break
+            # Leaving the stream before its end aborts the request and frees its blocks.
+            with _interrupt_flag() as interrupted, self.llm.stream_chat(messages, self.params) as stream:
+                for chunk in stream:
+                    said += chunk.text
+                    self._print_piece(chunk.text)
+                    if interrupted:
+                        break
             self.last = stream.output or self.last
         except OctavoError as error:
             self.console.print(f"{error}", style="red", markup=False)

@@ -13,7 +13,6 @@ from octavo.cli.session import describe_timing, open_llm, output_as_json
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
-
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
 

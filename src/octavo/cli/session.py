@@ -10,7 +10,6 @@ from octavo.cli.options import EngineOptions
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
-
     from octavo.outputs import RequestOutput
 
 
