@@ -71,7 +71,9 @@ class EngineConfig:
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:
-                raise ConfigError(f"unknown engine option {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+                raise ConfigError(
+                    f"unknown engine option {name!r}{nearest(name, known)}; known: {', '.join(known)}"
+                )
         return cls(model=os.fspath(model), **options)
 
     def __post_init__(self) -> None:

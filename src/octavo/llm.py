@@ -1,7 +1,7 @@
 """The friendly door: load a model, generate, chat, stream. `LLM` has an engine; it is not one.
 
-    with LLM("smollm2-135m") as llm:
-        print(llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
+with LLM("smollm2-135m") as llm:
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
             raise ModelError(
-                f"model {self.config.model!r} has no tokenizer; give prompts as token ids, or add tokenizer.json"
+                f"model {self.config.model!r} has no tokenizer; give prompts as token ids, or add "
+                "tokenizer.json"
             )
         return self.engine.tokenizer
 
@@ -123,7 +124,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many through the model's chat template.
 
-        `tools` and `template_kwargs` (``enable_thinking=False``, say) go to the template. Otherwise as `generate`.
+        `tools` and `template_kwargs` (``enable_thinking=False``, say) go to the template. Otherwise as
+        `generate`.
         """
 
         def encode(conversation: Sequence[Message]) -> tuple[str, Sequence[int]]:
@@ -243,29 +245,32 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * num_prompts
-        if isinstance(params, str) or not isinstance(params, Sequence):
+        if not isinstance(params, Sequence):
             raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
         for i, item in enumerate(params):
             if not isinstance(item, SamplingParams):
                 raise RequestError(f"sampling_params[{i}] must be SamplingParams, got {item!r}")
         if len(params) != num_prompts:
             raise RequestError(
-                f"sampling_params has {len(params)} entries for {num_prompts} prompts; give one for all or one each"
+                f"sampling_params has {len(params)} entries for {num_prompts} prompts; give one for all "
+                "or one each"
             )
         return params
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        content: Any = prompt
         if isinstance(prompt, Mapping):
             if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
                 raise RequestError(
-                    f"a prompt given as a dict needs exactly one of 'prompt' and 'prompt_token_ids', got {dict(prompt)}"
+                    "a prompt given as a dict needs exactly one of 'prompt' and 'prompt_token_ids', "
+                    f"got {dict(prompt)}"
                 )
-            (prompt,) = prompt.values()
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return None, prompt
-        raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
+            (content,) = prompt.values()
+        if isinstance(content, str):
+            return content, self.tokenizer.encode(content)
+        if isinstance(content, Sequence) and not isinstance(content, bytes):
+            return None, content
+        raise RequestError(f"a prompt must be text or a list of token ids, got {type(content).__name__}")
 
     def _encode_chat(
         self,
@@ -332,7 +337,9 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
+        raise RequestError(
+            f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}"
+        )
     if prompts and not isinstance(prompts[0], (str, Mapping, Sequence)):
         return [prompts]  # type: ignore[list-item]  # a flat list of ids; what is no int is refused by the engine
     return prompts  # type: ignore[return-value]  # told apart above

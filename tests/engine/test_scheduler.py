@@ -11,13 +11,16 @@ from octavo.errors import CapacityError, RequestError
 
 def lengths(engine: ScriptedEngine) -> list[list[tuple[str, int]]]:
     return [
-        [(s.request.request_id, n) for s, n in zip(p.sequences, p.num_new_tokens, strict=True)] for p in engine.plans
+        [(s.request.request_id, n) for s, n in zip(p.sequences, p.num_new_tokens, strict=True)]
+        for p in engine.plans
     ]
 
 
 def check_solo(request: Request) -> None:
     for seq in request.sequences:
-        expected = solo_output(request.prompt_token_ids, request.params.max_tokens or 10**6, seq.seed, seq.stop_ids)
+        expected = solo_output(
+            request.prompt_token_ids, request.params.max_tokens or 10**6, seq.seed, seq.stop_ids
+        )
         assert seq.output_token_ids == expected[: len(seq.output_token_ids)]
         assert len(seq.output_token_ids) == len(expected), seq
 
@@ -87,7 +90,9 @@ def test_stop_token_ends_a_request_and_is_kept() -> None:
 def test_prompt_around_max_model_len(num_prompt: int, fits: bool) -> None:
     engine = ScriptedEngine(max_model_len=100)
     if not fits:
-        with pytest.raises(RequestError, match=rf"prompt has {num_prompt} tokens; max_model_len=100 .* at most 99"):
+        with pytest.raises(
+            RequestError, match=rf"prompt has {num_prompt} tokens; max_model_len=100 .* at most 99"
+        ):
             engine.add([1] * num_prompt)
         assert not engine.scheduler.has_work
         return
@@ -100,7 +105,9 @@ def test_prompt_around_max_model_len(num_prompt: int, fits: bool) -> None:
 def test_what_can_never_fit_is_refused_and_blocks_nobody() -> None:
     """vllm#39734: pool 64 x 16 = 1,024 tokens, max_model_len 4,096."""
     engine = ScriptedEngine(num_blocks=64, block_size=16, max_model_len=4096, max_num_batched_tokens=512)
-    with pytest.raises(CapacityError, match=r"prompt has 1500 tokens; the KV cache holds 1024 \(64 blocks of 16\)"):
+    with pytest.raises(
+        CapacityError, match=r"prompt has 1500 tokens; the KV cache holds 1024 \(64 blocks of 16\)"
+    ):
         engine.add([1] * 1500)
     small = engine.add([2] * 10, max_tokens=5)
     large = engine.add(list(range(40)) * 25, max_tokens=500)
@@ -135,6 +142,7 @@ def test_preemption_takes_the_newest_and_resumes_it_with_the_same_answer() -> No
     engine.drain()
     assert [s.request.request_id for p in engine.plans for s in p.preempted] == ["r1"]
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert second.num_cached_tokens == 0  # its own recomputed blocks are no prompt hit
     check_solo(first)
     check_solo(second)
 
@@ -197,17 +205,17 @@ def test_salt_keeps_prompts_apart() -> None:
 
 
 def test_abort_in_the_middle_of_prefill() -> None:
-    """sglang#38981: 3,000 tokens, chunk 512, abort after chunk 2; what was computed may be hit, nothing more."""
+    """sglang#38981: 3,000 tokens, chunks of 512, abort after the second; only what was computed is hit."""
     engine = ScriptedEngine(num_blocks=256, block_size=16, max_num_batched_tokens=512, max_model_len=4096)
     prompt = [(11 * i + i // 7) % 50 for i in range(3000)]
     request = engine.add(prompt)
     engine.step()
     engine.step()
-    engine.scheduler.abort(request)
+    engine.abort(request)
     engine.scheduler.check()
     assert engine.cache.num_owned == 0
     assert request.sequences[0].finish_reason == "abort"
-    other = engine.add(prompt[:1024] + [1, 2, 3], max_tokens=6)
+    other = engine.add([*prompt[:1024], 1, 2, 3], max_tokens=6)
     engine.drain()
     assert other.num_cached_tokens == 1024
     check_solo(other)
@@ -218,7 +226,7 @@ def test_abort_ends_a_request_exactly_once_wherever_it_stands() -> None:
     running, queued = engine.add([1, 2, 3], n=2), engine.add([4, 5], n=2)
     engine.step()
     for request in (running, queued, running):
-        engine.scheduler.abort(request)
+        engine.abort(request)
         engine.scheduler.check()
     assert [s.finish_reason for r in (running, queued) for s in r.sequences] == ["abort"] * 4
     assert not engine.scheduler.has_work
@@ -275,7 +283,9 @@ def test_n_with_first_token_at_the_limit() -> None:
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("budget", [7, 16, 64])
 def test_same_answer_whatever_the_chunks_and_blocks(block_size: int, budget: int) -> None:
-    engine = ScriptedEngine(num_blocks=4096 // block_size, block_size=block_size, max_num_batched_tokens=budget)
+    engine = ScriptedEngine(
+        num_blocks=4096 // block_size, block_size=block_size, max_num_batched_tokens=budget
+    )
     requests = [engine.add([(i * j) % 50 for j in range(3 + 11 * i)], max_tokens=9) for i in range(8)]
     engine.drain()
     for request in requests:

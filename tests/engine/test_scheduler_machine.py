@@ -56,7 +56,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.sampled_from([(), (3, 7, 11), tuple(range(0, 50, 3))]),
     )
     def arrive(
-        self, prompt: list[int], max_tokens: int | None, n: int, priority: int, salt: str, stops: tuple[int, ...]
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        n: int,
+        priority: int,
+        salt: str,
+        stops: tuple[int, ...],
     ) -> None:
         engine = self.engine
         before = (len(engine.scheduler.waiting), engine.cache.num_owned)
@@ -81,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.engine.scheduler.abort(data.draw(st.sampled_from(self.engine.requests)))
+        self.engine.abort(data.draw(st.sampled_from(self.engine.requests)))
 
     @precondition(lambda self: self.engine.scheduler.running)
     @rule(data=st.data())

@@ -1,8 +1,9 @@
-"""A scheduler with a scripted model: no torch, no weights, and a cache that remembers what was written where."""
+"""A scheduler with a scripted model: no torch, and a cache that remembers what was written where."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from octavo.cache.manager import KVCacheManager
@@ -22,7 +23,9 @@ def next_token(prefix: Seq[int], seed: int = 0) -> int:
     return state % VOCAB_SIZE
 
 
-def solo_output(prompt: Seq[int], num_tokens: int, seed: int = 0, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+def solo_output(
+    prompt: Seq[int], num_tokens: int, seed: int = 0, stop_ids: frozenset[int] = frozenset()
+) -> list[int]:
     """What a request must answer, whatever happens around it."""
     tokens = list(prompt)
     for _ in range(num_tokens):
@@ -35,8 +38,8 @@ def solo_output(prompt: Seq[int], num_tokens: int, seed: int = 0, stop_ids: froz
 class ScriptedRunner:
     """Stands in for the model. A slot holds the whole prefix that its token's K/V depends on.
 
-    Every step checks that each row finds exactly its own prefix at its slots (DESIGN, invariant 1), so a block
-    given to two owners, a wrong hit or a forgotten copy is an assertion, not a wrong answer later.
+    Every step checks that each row finds exactly its own prefix at its slots, so a block given to two owners,
+    a wrong hit or a forgotten copy is an assertion, not a wrong answer later.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
@@ -135,11 +138,16 @@ class ScriptedEngine:
         self.requests.append(request)
         return request
 
+    def abort(self, request: Request) -> None:
+        for seq in request.sequences:
+            self.scheduler.finish(seq, "abort")
+
     def step(self) -> Schedule | None:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
         assert plan.num_tokens == sum(plan.num_new_tokens) <= self.max_num_batched_tokens
+        assert not (plan.preempted and plan.admitted), "preempting and admitting in one step is thrash"
         self.scheduler.commit(plan, self.runner.run(plan))
         self.scheduler.check()
         self.plans.append(plan)

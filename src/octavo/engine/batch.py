@@ -30,8 +30,8 @@ class Batch:
 class BatchBuilder:
     """Keeps each row's block table between steps, so that a step only copies the blocks that are new.
 
-    Row r of the table belongs to the running sequence with `row == r`; entries [0, num_synced_blocks) of it are
-    up to date, those past its blocks are -1.
+    Row r of the table belongs to the running sequence with `row == r`; entries [0, num_synced_blocks) of it
+    are up to date, those past its blocks are -1.
     """
 
     def __init__(

@@ -45,7 +45,10 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         max_num_seqs=config.max_num_seqs,
     )
     logger.info(
-        "KV cache: %d blocks of %d tokens, %.1f MiB", num_blocks, spec.block_size, num_blocks * spec.bytes_per_block / 2**20
+        "KV cache: %d blocks of %d tokens, %.1f MiB",
+        num_blocks,
+        spec.block_size,
+        num_blocks * spec.bytes_per_block / 2**20,
     )
     cache = KVCacheManager(
         num_blocks,
@@ -67,11 +70,13 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         block_size=config.block_size,
     )
     vocab_size = loaded.config.vocab_size
-    runner = ModelRunner(loaded.model, KVCache(spec, num_blocks, torch.device("cpu")), batches, Sampler(vocab_size))
-    eos = {*eos_token_ids(loaded.generation_config)}
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos.add(tokenizer.eos_token_id)
-    return Engine(config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer)
+    runner = ModelRunner(
+        loaded.model, KVCache(spec, num_blocks, torch.device("cpu")), batches, Sampler(vocab_size)
+    )
+    eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
+    return Engine(
+        config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
+    )
 
 
 def kv_cache_spec(config: EngineConfig, loaded: LoadedModel) -> KVCacheSpec:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from octavo.cache.manager import KVCacheManager
@@ -45,7 +46,7 @@ class EngineStats:
 
 
 class Engine:
-    """Every unfinished request, and the loop that moves them on. Built by `octavo.engine.build.build_engine`."""
+    """Every unfinished request, and the loop that moves them on. `octavo.engine.build` puts one together."""
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class Engine:
     ) -> Request:
         """Queue a prompt. Its output appears on the returned request when `step` has finished it.
 
-        priority: lower runs first. cache_salt: prompts share cached K/V only under the same salt. stream: also
-        fill `request.chunks` as text appears.
+        priority: lower runs first. cache_salt: prompts share cached K/V only under the same salt.
+        stream: also fill `request.chunks` as text appears.
 
         Raises RequestError or CapacityError when it can never be served; nothing is queued then.
         """
@@ -148,9 +149,9 @@ class Engine:
         except Exception as error:
             logger.exception("a step failed; its %d sequences end with an error", len(plan.sequences))
             now = self._clock()
-            for seq in plan.sequences:
-                self.output.fail(seq, f"the step failed: {type(error).__name__}: {error}", now)
             changed = list({seq.request.request_id: seq.request for seq in plan.sequences}.values())
+            for request in changed:
+                self.output.fail(request, f"the step failed: {type(error).__name__}: {error}", now)
         else:
             self.scheduler.commit(plan, sampled.token_ids)
             changed = self.output.process(plan, sampled, self._clock())
@@ -203,7 +204,8 @@ class Engine:
                 raise RequestError(f"prompt_token_ids[{i}] must be an int, got {token_id!r}")
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
-                    f"prompt_token_ids[{i}] is {token_id}, outside the vocabulary (0 to {self.vocab_size - 1})"
+                    f"prompt_token_ids[{i}] is {token_id}, outside the vocabulary "
+                    f"(0 to {self.vocab_size - 1})"
                 )
 
     def _forget_finished(self, requests: list[Request]) -> None:

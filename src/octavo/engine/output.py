@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import replace
 
 from octavo.engine.request import Request, Sequence
 from octavo.engine.sampler import SamplerOutput
@@ -49,7 +50,7 @@ class OutputProcessor:
         self._texts: dict[int, _SequenceText] = {}
 
     def process(self, plan: Schedule, sampled: SamplerOutput, now: float) -> list[Request]:
-        """Text, stop strings and outputs of every sequence that was sampled; returns the requests with news."""
+        """Text, stop strings and outputs of what was sampled; returns the requests with news."""
         changed: dict[str, Request] = {}
         for j, (seq, token_id) in enumerate(zip(plan.sampled, sampled.token_ids, strict=True)):
             request = seq.request
@@ -57,48 +58,52 @@ class OutputProcessor:
                 continue
             changed[request.request_id] = request
             if (error := sampled.errors.get(j)) is not None:
-                self.fail(seq, error, now)
+                self._fail(seq, error)
                 continue
             if request.first_token_s is None:
                 request.first_token_s = now
             self._add_logprobs(seq, sampled.logprobs[j])
-            self._emit(seq, [token_id], now)
+            self._emit(seq, [token_id])
+        self._end_finished(changed.values(), now)
         return list(changed.values())
 
-    def fail(self, seq: Sequence, error: str, now: float) -> None:
-        """End one sequence with an error that its output carries."""
-        seq.error = error
-        self._scheduler.finish(seq, "error")
-        self._emit(seq, [], now)
+    def fail(self, request: Request, error: str, now: float) -> None:
+        """End what is unfinished of a request with an error that its output carries."""
+        for seq in request.sequences:
+            if seq.finish_reason is None:
+                self._fail(seq, error)
+        self._end_finished([request], now)
 
     def abort(self, request: Request, now: float) -> None:
         """End a request as aborted; its output holds what was generated so far."""
-        if request.output is not None:
-            return
-        self._scheduler.abort(request)
         for seq in request.sequences:
-            if seq.finish_reason == "abort":
-                self._emit(seq, [], now)
+            if seq.finish_reason is None:
+                self._scheduler.finish(seq, "abort")
+                self._emit(seq, [])
+        self._end_finished([request], now)
 
-    def _emit(self, seq: Sequence, token_ids: list[int], now: float) -> None:
-        request = seq.request
+    def _fail(self, seq: Sequence, error: str) -> None:
+        seq.error = error
+        self._scheduler.finish(seq, "error")
+        self._emit(seq, [])
+
+    def _emit(self, seq: Sequence, token_ids: list[int]) -> None:
         visible = self._new_text(seq, token_ids)
-        if seq.finish_reason is not None and request.is_finished and request.output is None:
+        if seq.request.stream:
+            logprobs = seq.logprobs[-len(token_ids) :] if seq.logprobs and token_ids else None
+            seq.request.chunks.append(
+                StreamChunk(seq.index, visible, token_ids, seq.finish_reason, seq.stop_reason, logprobs)
+            )
+
+    def _end_finished(self, requests: Iterable[Request], now: float) -> None:
+        # Only when every sequence of the step has its text: siblings may end in the same step.
+        for request in requests:
+            if not request.is_finished or request.output is not None:
+                continue
             request.finished_s = now
             request.output = self._request_output(request)
-        if request.stream:
-            logprobs = seq.logprobs[-len(token_ids) :] if seq.logprobs and token_ids else None
-            request.chunks.append(
-                StreamChunk(
-                    seq.index,
-                    visible,
-                    token_ids,
-                    seq.finish_reason,
-                    seq.stop_reason,
-                    logprobs,
-                    request.output,
-                )
-            )
+            if request.stream:
+                request.chunks[-1] = replace(request.chunks[-1], output=request.output)
 
     def _new_text(self, seq: Sequence, token_ids: list[int]) -> str:
         if self._tokenizer is None:
@@ -132,9 +137,9 @@ class OutputProcessor:
     def _decoded(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         if self._tokenizer is None:
             return logprobs
-        decode = self._tokenizer.decode
+        text = self._tokenizer.token_text
         return {
-            token_id: Logprob(entry.logprob, entry.rank, decode([token_id], skip_special_tokens=False))
+            token_id: Logprob(entry.logprob, entry.rank, text(token_id))
             for token_id, entry in logprobs.items()
         }
 

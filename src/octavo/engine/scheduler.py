@@ -1,14 +1,14 @@
 """Who runs next, and how much of it: continuous batching in one token budget.
 
 Each step: first one token for every decoding sequence, then prompt chunks of sequences already running, then
-new ones, all in order of (priority, arrival). Plain integers, no clock, no randomness, no torch: the same calls
-give the same schedules.
+new ones, all in order of (priority, arrival). Plain integers, no clock, no randomness, no torch: the same
+calls give the same schedules.
 
-Room in the KV cache. A sequence is admitted when all blocks of its prompt fit at once, so a prompt never waits
-half computed. Decoding grows block by block; when no block is left the newest running sequence is preempted:
-its blocks are released (their contents stay findable in the prefix cache as long as nobody needs the space), it
-returns to the queue in its old place, and recomputes what it lost. A watermark of free blocks keeps new
-sequences from being admitted only to be preempted at once.
+Room in the KV cache. A sequence is admitted when all blocks of its prompt fit at once, so a prompt never
+waits half computed. Decoding grows block by block; when no block is left the newest running sequence is
+preempted: its blocks are released (their contents stay findable in the prefix cache as long as nobody needs
+the space), it returns to the queue in its old place, and recomputes what it lost. A watermark of free blocks
+keeps new sequences from being admitted only to be preempted at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _by_key = attrgetter("key")
 class Scheduler:
     """Owns every unfinished sequence: a sorted waiting queue and a sorted list of running ones.
 
-    At most `min(max_num_seqs, max_num_batched_tokens)` sequences run, so that every decoding one gets its token
-    in every step. Rows `0 .. max_num_rows - 1` index the runner's per-row arrays.
+    At most `min(max_num_seqs, max_num_batched_tokens)` sequences run, so that every decoding one gets its
+    token in every step. Rows `0 .. max_num_rows - 1` index the runner's per-row arrays.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.max_prefill_tokens = max(1, int(max_prefill_share * max_num_batched_tokens))
-        self.watermark_blocks = max(1, cache.num_blocks // 100) if watermark_blocks is None else watermark_blocks
+        self.watermark_blocks = (
+            max(1, cache.num_blocks // 100) if watermark_blocks is None else watermark_blocks
+        )
         self.num_cacheable_tokens = cache.num_blocks * cache.block_size
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -72,14 +74,14 @@ class Scheduler:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self.max_model_len:
             raise RequestError(
-                f"prompt has {num_prompt_tokens} tokens; max_model_len={self.max_model_len} leaves room for at most "
-                f"{self.max_model_len - 1} and one new token; shorten the prompt or raise max_model_len"
+                f"prompt has {num_prompt_tokens} tokens; max_model_len={self.max_model_len} leaves room for "
+                f"at most {self.max_model_len - 1} and one new token; shorten it or raise max_model_len"
             )
         if num_prompt_tokens > self.num_cacheable_tokens:
             raise CapacityError(
                 f"prompt has {num_prompt_tokens} tokens; the KV cache holds {self.num_cacheable_tokens} "
-                f"({self.cache.num_blocks} blocks of {self.block_size}); shorten the prompt or raise num_blocks "
-                f"or kv_cache_memory"
+                f"({self.cache.num_blocks} blocks of {self.block_size}); shorten the prompt or raise "
+                f"num_blocks or kv_cache_memory"
             )
         if request.params.n > self.max_num_rows:
             raise RequestError(
@@ -101,7 +103,10 @@ class Scheduler:
         insort(self.waiting, request.sequences[0], key=_by_key)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a sequence wherever it stands and release what it holds. Ending it twice is a no-op."""
+        """End a sequence wherever it stands and release what it holds. Ending it twice is a no-op.
+
+        Before the fork a leader and its followers end together: a follower alone has nobody to fork from.
+        """
         if seq.status is Status.FINISHED:
             return
         request = seq.request
@@ -114,16 +119,6 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
-        if seq.index == 0 and not request.is_forked:
-            for follower in request.sequences[1:]:
-                follower.status = Status.FINISHED
-                follower.finish_reason = reason
-                follower.error = seq.error
-
-    def abort(self, request: Request) -> None:
-        """End every unfinished sequence of a request now, at any moment between steps."""
-        for seq in request.sequences:
-            self.finish(seq, "abort")
 
     # One step
 
@@ -266,7 +261,7 @@ class Scheduler:
             plan.sampled_rows += [row] * len(request.sequences)
 
     def _fork_followers(self, leader: Sequence) -> None:
-        """The prompt is computed: give every follower the leader's blocks; the partly filled last one is shared."""
+        """The prompt is computed: followers get the leader's blocks; the partly filled last one is shared."""
         request = leader.request
         request.is_forked = True
         leader.is_tail_shared = leader.num_computed_tokens % self.block_size != 0
@@ -326,7 +321,9 @@ class Scheduler:
         rows = list(self._free_rows)
         for seq in self.running:
             assert seq.status is Status.RUNNING, f"{seq} is in running"
-            assert seq.num_computed_tokens < len(seq.token_ids) <= seq.max_total_tokens, f"{seq} has a wrong length"
+            assert seq.num_computed_tokens < len(seq.token_ids) <= seq.max_total_tokens, (
+                f"{seq} has a wrong length"
+            )
             table = self.cache.block_table(seq.seq_id)
             assert len(table) * self.block_size == seq.num_covered_tokens, f"{seq} covers {len(table)} blocks"
             members = [seq] if seq.request.is_forked else seq.request.sequences
