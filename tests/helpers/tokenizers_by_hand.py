@@ -50,7 +50,7 @@ def spelled(data: bytes) -> str:
 
 
 def byte_level(tokens: dict[int, bytes], special: Iterable[str] = (), added: Iterable[str] = ()) -> Tokenizer:
-    """A byte-level BPE backend with `tokens` at the given ids, single bytes at free ones, then added tokens."""
+    """A byte-level BPE backend: `tokens` at their ids, single bytes at free ones, added tokens last."""
     vocab = {spelled(data): token_id for token_id, data in tokens.items()}
     free = iter(set(range(len(vocab) + 256)) - set(vocab.values()))
     for byte in range(256):

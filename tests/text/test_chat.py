@@ -438,6 +438,10 @@ def test_bad_options_and_templates_are_named(template: str, options: dict[str, A
         render_chat(tokenizer_with(default=template), [user("Hi")], **options)
 
 
+def test_an_empty_list_of_tools_is_no_tools() -> None:
+    assert render_chat(tokenizer_with(default="{{ messages|length }}"), [user("Hi")], tools=[]) == "1"
+
+
 def test_a_refusal_carries_the_templates_own_words() -> None:
     tokenizer = tokenizer_with(default=MISTRAL_STYLE)
     with pytest.raises(RequestError, match="refused them: Only user and assistant roles are supported!"):

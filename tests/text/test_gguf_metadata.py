@@ -106,6 +106,12 @@ def test_the_real_file_reads_as_the_gguf_package_reads_it_and_faster() -> None:
     started = time.perf_counter()
     reader = GGUFReader(smollm2_path())
     theirs_s = time.perf_counter() - started
-    theirs = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    assert ours == theirs
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert ours.keys() == fields.keys()
+    for key, field in fields.items():
+        if len(field.data) < 1000:
+            assert ours[key] == field.contents()
+        else:  # their strings cost 0.1 ms each, so a sample of the vocabulary
+            assert len(ours[key]) == len(field.data)
+            assert all(ours[key][i] == field.contents(i) for i in range(0, len(field.data), 97))
     assert ours_s < theirs_s / 3

@@ -263,6 +263,13 @@ def test_token_types() -> None:
     assert tokenizer.eos_token_ids == {263, 264}
 
 
+def test_empty_tokens_get_names() -> None:
+    metadata = byte_level_metadata("gpt-2")
+    metadata["tokenizer.ggml.tokens"] += ["", ""]
+    tokenizer = tokenizer_of(metadata)
+    assert [tokenizer.id_to_token(token_id) for token_id in (266, 267)] == ["[EMPTY_266]", "[EMPTY_267]"]
+
+
 def test_named_chat_templates() -> None:
     templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "with tools"}
     tokenizer = tokenizer_of(byte_level_metadata("gpt-2", templates))

@@ -18,7 +18,8 @@ from octavo.text.tokenizer import Tokenizer, load_tokenizer
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 LLAMA3_STYLE = (
     "{{ bos_token }}{% for message in messages %}"
-    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 
@@ -98,8 +99,9 @@ def test_bad_text_and_ids_are_named() -> None:
         tokenizer.encode(5)  # type: ignore[arg-type]  # the point of the test
     with pytest.raises(RequestError, match="prompt: not valid Unicode"):
         tokenizer.encode("a\ud800b")
-    with pytest.raises(RequestError, match="expected ids of 0 or more, got -1"):
-        tokenizer.decode([1, -1])
+    for bad in (-1, 2**40):
+        with pytest.raises(RequestError, match=f"expected ids of 0 to 261, got {bad}"):
+            tokenizer.decode([1, bad])
     assert tokenizer.decode([0, tokenizer.vocab_size, 0]) == "HelloHello"
 
 

@@ -59,8 +59,8 @@ def render_chat(
         **{name: value for name, value in (("tools", tools), ("documents", documents)) if value is not None},
     }
     given = {name: _plain(name, value) for name, value in given.items()}
-    for name in given:
-        if name not in template.variables:
+    for name, value in given.items():
+        if name not in template.variables and value != []:  # no tools at all are no loss
             readable = sorted(template.variables - {"messages", "add_generation_prompt"})
             raise RequestError(
                 f"{name}: this model's chat template does not read it{nearest(name, readable)}; "

@@ -107,9 +107,11 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Invalid UTF-8 becomes U+FFFD, ids outside the vocabulary nothing."""
         ids = list(ids)
-        if ids and min(ids) < 0:
-            raise RequestError(f"token ids: expected ids of 0 or more, got {min(ids)}")
-        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            bad = next(id_ for id_ in ids if not 0 <= id_ < 2**32)
+            raise RequestError(f"token ids: expected ids of 0 to {self.vocab_size - 1}, got {bad}") from error
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
