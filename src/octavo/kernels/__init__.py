@@ -4,22 +4,18 @@
 
     from octavo.kernels import flash_attn_varlen_func, flash_attn_with_kvcache, write_kv_cache
 
-Importing this loads torch and nothing of the engine. `octavo.kernels.backend` says which implementation runs
-and why.
+Importing this loads torch and nothing of the engine; Numba is loaded by the first call that needs it.
+`octavo.kernels.backend` says which implementation runs and why.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from octavo.kernels.activation import silu_and_mul
 from octavo.kernels.attention import flash_attn_varlen_func, flash_attn_with_kvcache
 from octavo.kernels.kv_write import write_kv_cache
+from octavo.kernels.linear import PackedWeight, embedding, linear, pack_weight
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.rotary import apply_rotary
-
-_LINEAR = ("PackedWeight", "embedding", "linear", "pack_weight")
 
 __all__ = [
     "PackedWeight",
@@ -33,11 +29,3 @@ __all__ = [
     "silu_and_mul",
     "write_kv_cache",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LINEAR:
-        module = importlib.import_module("octavo.kernels.linear")
-        globals().update({public: getattr(module, public) for public in _LINEAR})
-        return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,7 @@ the fallback). `auto`, or nothing, is the best one that runs here.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ ROOMS = ("cpu", "triton", "reference")
 # Best first. A device that is not named here has the reference, which is plain torch and runs anywhere.
 _ROOMS_FOR_DEVICE = {"cpu": ("cpu", "reference")}
 _VARIABLE = "OCTAVO_KERNELS"
+_NO_TRITON = "this version of Octavo has no Triton kernels"
 
 Kernel = Callable[..., Any]
 
@@ -114,7 +116,17 @@ def use(room: str) -> Iterator[None]:
 
 def describe() -> list[BackendStatus]:
     """Every implementation of every kernel on this machine's CPU, for its ordinary case, best first."""
-    return [status for kernel in KERNELS for status in _describe(kernel)]
+    return [*(status for kernel in KERNELS for status in _describe(kernel)), *_describe_linear()]
+
+
+def _describe_linear() -> Iterator[BackendStatus]:
+    # `pack_weight` chooses for `linear`, once per weight: packed for the compiled kernels, or torch's own.
+    from octavo.kernels.cpu import host
+
+    reason = host.unfit_reason()
+    yield BackendStatus("linear", "cpu", reason is None, reason or "", reason is None)
+    yield BackendStatus("linear", "triton", False, _NO_TRITON)
+    yield BackendStatus("linear", "reference", True, "", reason is not None)
 
 
 def _describe(kernel: str) -> Iterator[BackendStatus]:
@@ -129,30 +141,41 @@ def self_check() -> list[SelfCheck]:
 
     `ok` means an error of at most 1e-5. An implementation that raises has an infinite error.
     """
-    from octavo.kernels.self_check import CASES  # loaded only by the one command that needs it
+    from octavo.kernels import self_check as cases  # loaded only by the one command that needs it
+    from octavo.kernels.linear import Form
 
-    checks = []
-    for kernel, case in CASES.items():
+    found = []
+    for kernel, case in cases.CASES.items():
         oracle, _ = _load("reference", kernel, ())
         assert oracle is not None
         exact = case(oracle, torch.float64)
         for room in ROOMS:
             function, _ = _load(room, kernel, KERNELS[kernel][2])
-            if function is None:
-                continue
-            try:
-                got = case(function, torch.float32)
-                error = max(worst_error(ours, right) for ours, right in zip(got, exact, strict=True))
-            except Exception:  # whatever goes wrong in there is the finding
-                error = float("inf")
-            checks.append(SelfCheck(kernel, room, error, error <= 1e-5))
-    return checks
+            if function is not None:
+                found.append(_checked(kernel, room, functools.partial(case, function, torch.float32), exact))
+    for status in _describe_linear():
+        if status.available:
+            form: Form = "float32" if status.implementation == "cpu" else "dense"
+            run = functools.partial(cases.linear, form)
+            found.append(_checked("linear", status.implementation, run, cases.linear_exactly()))
+    return found
+
+
+def _checked(
+    kernel: str, room: str, run: Callable[[], list[torch.Tensor]], exact: list[torch.Tensor]
+) -> SelfCheck:
+    try:
+        error = max(worst_error(ours, right) for ours, right in zip(run(), exact, strict=True))
+    except Exception:  # whatever goes wrong in there is the finding
+        error = float("inf")
+    return SelfCheck(kernel, room, error, error <= 1e-5)
 
 
 def worst_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     """The largest absolute difference; infinite where one of the two is not a number or infinite alone."""
+    infinity = float("inf")
     difference = torch.where(ours == exact, 0.0, (ours.double() - exact.double()).abs())
-    return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
+    return float(difference.nan_to_num(nan=infinity, posinf=infinity).max()) if ours.numel() else 0.0
 
 
 def _known_room(room: str, where: str) -> str:
@@ -180,7 +203,7 @@ def _choose(kernel: str, device_type: str, facts: tuple[Any, ...]) -> tuple[str,
 def _load(room: str, kernel: str, facts: tuple[Any, ...]) -> tuple[Kernel | None, str]:
     module_name, names, _ = KERNELS[kernel]
     if room == "triton":
-        return None, "this version of Octavo has no Triton kernels"
+        return None, _NO_TRITON
     try:
         module = importlib.import_module(f"octavo.kernels.{room}.{module_name}")
     except ImportError as error:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels.linear import Form, pack_weight
+from octavo.kernels.linear import linear as packed_linear
+
 Case = Callable[[Callable[..., Any], torch.dtype], list[Tensor]]
 
 
@@ -86,3 +89,24 @@ CASES: dict[str, Case] = {
     "apply_rotary": _rotary,
     "silu_and_mul": _activation,
 }
+
+
+def _linear_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        _random(torch.float32, 7, 72),
+        _random(torch.float32, 37, 72, seed=1),
+        _random(torch.float32, 37, seed=2),
+    )
+
+
+def linear(form: Form) -> list[Tensor]:
+    """`linear` on a weight in that form; alone, in a batch, with a bias."""
+    x, weight, bias = _linear_inputs()
+    packed = pack_weight(weight, form)
+    return [packed_linear(x, packed), packed_linear(x[:1], packed, bias)]
+
+
+def linear_exactly() -> list[Tensor]:
+    """The same products in float64."""
+    x, weight, bias = (tensor.double() for tensor in _linear_inputs())
+    return [x @ weight.T, x[:1] @ weight.T + bias]

@@ -1,1 +1,1 @@
-"""Triton kernels: `@triton.jit` bodies and launch parameters, nothing else. None yet: they come with the GPU."""
+"""Triton kernels: `@triton.jit` bodies and launch parameters, nothing else. They come with the GPU."""
