@@ -17,6 +17,7 @@ from octavo.engine.build import build_engine
 from octavo.engine.core import Engine, EngineStats
 from octavo.engine.request import Request
 from octavo.errors import CapacityError, ModelError, RequestError
+from octavo.kernels.cpu.threads import configure as configure_threads
 from octavo.models.registry import load_model
 from octavo.models.source import resolve_model
 from octavo.outputs import RequestOutput, StreamChunk
@@ -57,6 +58,7 @@ class LLM:
             if config.load_format != "dummy":
                 raise
             tokenizer = None  # random weights have nothing to say: token ids in, token ids out
+        configure_threads(config.num_threads)
         loaded = load_model(
             config.model,
             dtype=config.dtype,

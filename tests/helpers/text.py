@@ -12,11 +12,15 @@ from octavo.text.recipe import TokenizerRecipe
 from octavo.text.tokenizer import Tokenizer
 
 
-@functools.cache
-def letters_tokenizer(vocab_size: int) -> Tokenizer:
+def letters_backend(vocab_size: int) -> Backend:
     """Ids 0, 1, 2 ... are a, b, c ...; at most 52."""
     letters = string.ascii_letters[:vocab_size]
     backend = Backend(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(TokenizerRecipe(backend, origin="letters"))
+    return backend
+
+
+@functools.cache
+def letters_tokenizer(vocab_size: int) -> Tokenizer:
+    return Tokenizer(TokenizerRecipe(letters_backend(vocab_size), origin="letters"))

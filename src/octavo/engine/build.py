@@ -82,12 +82,11 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
 def kv_cache_spec(config: EngineConfig, loaded: LoadedModel) -> KVCacheSpec:
     """What a block of this model's cache looks like; `octavo kv` computes its figures from the same spec."""
     shape = loaded.config
-    dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else config.dtype
     return KVCacheSpec(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=dtype,
+        dtype=config.kv_cache_dtype,
         block_size=config.block_size,
     )
 
@@ -99,5 +98,6 @@ def _resolve(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         raise ConfigError(
             f"max_model_len={max_model_len} is above what the model's positions allow ({longest}); lower it"
         )
-    dtype = "float32" if config.dtype == "auto" else config.dtype
-    return config.replace(max_model_len=max_model_len, dtype=dtype)
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    return config.replace(max_model_len=max_model_len, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
