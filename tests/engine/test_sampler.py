@@ -45,6 +45,10 @@ def test_top_k_of_one_is_greedy_at_any_temperature():
         ({"repetition_penalty": 2.0, "prompt": [0], "output": [1, 2]}, 1),  # .5, 1.5, 1
         ({"presence_penalty": 1.5, "prompt": [1]}, 1),  # the prompt does not count
         ({"presence_penalty": 1.5, "output": [1, 1, 1]}, 2),  # 3 - 1.5 once
+        (
+            {"presence_penalty": 1.5, "repetition_penalty": 1.01, "prompt": [1]},
+            1,
+        ),  # 3 / 1.01, nothing taken off
         ({"presence_penalty": 0.9, "output": [1, 1, 1]}, 1),
         ({"frequency_penalty": 0.4, "output": [1, 1]}, 1),  # 3 - 0.8
         ({"frequency_penalty": 0.4, "output": [1, 1, 1]}, 2),  # 3 - 1.2

@@ -89,6 +89,25 @@ def test_draw_by_id_finds_each_token_in_every_block(size):
     assert by_id([1 / size] * size, points) == list(range(size))
 
 
+def test_draw_by_id_at_the_edges_of_blocks():
+    """Block sums and the sums inside a block round differently; no draw may fall between the two."""
+    weights = torch.exp(8 * torch.randn(128 * 40, generator=torch.Generator().manual_seed(0)))
+    weights[::128] = 0  # where a draw that overshoots its block would land
+    ends = weights.view(40, 128).sum(dim=1, dtype=torch.float64).cumsum(dim=0)
+    edges = (ends / ends[-1]).tolist()
+    points = (
+        [math.nextafter(edge, 0.0) for edge in edges] + [edge for edge in edges if edge < 1] + [1 - 2**-53]
+    )
+    chosen = by_id(weights.tolist(), points)
+    assert max(chosen) < len(weights)
+    assert min(weights[chosen].tolist()) > 0
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300))
+def test_a_total_times_a_uniform_is_less_than_the_total(total):
+    assert total * (1 - 2**-53) < total
+
+
 LOGITS = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]  # in order: 1, 3, 2, 0
 
 

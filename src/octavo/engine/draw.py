@@ -30,7 +30,8 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """One number in [0, 1) per row, a function of its seed and position alone.
 
     splitmix64 whose starting state is the mixed seed, at output number `position`; the upper 53 bits become a
-    float64. Mixing the seed first keeps neighbouring seeds from walking the same sequence.
+    float64. Mixing the seed first keeps neighbouring seeds from walking the same sequence. A total times such
+    a number rounds to less than the total, so a search for it ends at a token with some probability.
 
     Args:
         seeds, positions: (R,) int64.
@@ -97,12 +98,13 @@ def draw_by_id(probs: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
         probs = torch.nn.functional.pad(probs, (0, -size % _BLOCK))
     blocks = probs.view(num_rows, -1, _BLOCK)
     ends = blocks.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
-    target = _below(uniforms * ends[:, -1], ends[:, -1])
+    target = uniforms * ends[:, -1]
     block = torch.searchsorted(ends, target[:, None], right=True)
     start = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inner = blocks[torch.arange(num_rows, device=probs.device), block[:, 0]].double().cumsum(dim=1)
-    # The two sums round differently, so the rest may overshoot the block by a hair.
-    rest = _below(target - start[:, 0], inner[:, -1])
+    # The two sums round differently: what is left of the target may overshoot the block by a hair.
+    total = inner[:, -1]
+    rest = (target - start[:, 0]).minimum(torch.nextafter(total, torch.zeros_like(total)))
     return block[:, 0] * _BLOCK + torch.searchsorted(inner, rest[:, None], right=True)[:, 0]
 
 
@@ -139,7 +141,7 @@ def draw_by_order(
         is_open = torch.where(is_whole, ~reached[:, -1], (kept == width) & (top_k > width))
     kept = kept.minimum((~reached).sum(dim=1) + 1)
     total = ends.gather(1, kept[:, None] - 1)[:, 0]
-    target = _below(uniforms * total, total)
+    target = uniforms * total
     place = torch.searchsorted(ends, target[:, None], right=True)
     chosen = ids.gather(1, place)[:, 0]
     if width < size and bool(is_open.any()):
@@ -148,11 +150,6 @@ def draw_by_order(
             scaled[rest], probs[rest], top_k[rest], top_p[rest], min_p[rest], uniforms[rest], size
         )
     return chosen
-
-
-def _below(target: Tensor, total: Tensor) -> Tensor:
-    """`target`, but less than `total`, so that the search for it ends at a token with some probability."""
-    return target.minimum(torch.nextafter(total, torch.zeros_like(total)))
 
 
 def gather_logprobs(logits: Tensor, chosen: Tensor, widths: list[int]) -> list[dict[int, Logprob]]:
