@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.kernels import PackedWeight, embedding, linear
+from octavo.kernels.linear import PackedWeight, embedding, linear
 
 
 class Embedding:

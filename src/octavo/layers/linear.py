@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.kernels import PackedWeight, linear
+from octavo.kernels.linear import PackedWeight, linear
 
 
 class Linear:

@@ -16,6 +16,7 @@ from octavo.models.source import ModelSource, resolve_model
 if TYPE_CHECKING:
     import torch
 
+    from octavo.kernels.linear import Form
     from octavo.layers.attention_metadata import AttentionMetadata
     from octavo.models.weights.checkpoint import Checkpoint, Shape
 
@@ -153,9 +154,9 @@ def _activation_dtype(
     return result
 
 
-def _form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> str:
+def _form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> Form:
     if quantization is not None:
-        return quantization
+        return "int8" if quantization == "int8" else "float16"
     is_cpu_float32 = device.type == "cpu" and str(dtype) == "torch.float32"
     return "float32" if is_cpu_float32 else "dense"
 

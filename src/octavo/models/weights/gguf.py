@@ -59,27 +59,27 @@ class GGUFCheckpoint:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         tensor = self._tensors[name]
         kind = GGMLQuantizationType(tensor.ggml_type)
-        num_rows = tensor.shape[0]
-        num_bytes = _num_bytes(tensor)
-        raw = np.frombuffer(self._file.read(tensor.offset, num_bytes), dtype=np.uint8).reshape(num_rows, -1)
-        if self._is_reordered and re.search(r"self_attn\.[qk]_proj\.", name):
-            head_dim = len(self._rotary_order)
-            raw = raw.reshape(num_rows // head_dim, head_dim, -1)[:, self._rotary_order]
-        values = math.prod(tensor.shape)
-        packed = raw.reshape(-1)
+        is_reordered = self._is_reordered and re.search(r"self_attn\.[qk]_proj\.", name) is not None
+        # A vector is one row, unless its rows have to move.
+        num_rows = tensor.shape[0] if len(tensor.shape) == 2 or is_reordered else 1
+        row_values = out.numel() // num_rows
+        row_bytes = _num_bytes(tensor) // num_rows
+        head_rows = len(self._rotary_order) if is_reordered else 1
+        step = max(1, _CHUNK_VALUES // (row_values * head_rows)) * head_rows
         flat = out.view(-1)
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        step = max(1, _CHUNK_VALUES // block)
 
-        def dequantise(first_block: int) -> None:
-            part = packed[first_block * block_bytes : (first_block + step) * block_bytes]
+        def dequantise(row: int) -> None:
+            count = min(step, num_rows - row)
+            raw = self._file.read(tensor.offset + row * row_bytes, count * row_bytes)
+            packed = np.frombuffer(raw, dtype=np.uint8)
+            if is_reordered:
+                packed = packed.reshape(-1, head_rows, row_bytes)[:, self._rotary_order].reshape(-1)
             # As one row: `dequantize` goes through rows in small groups.
-            result = dequantize(part.reshape(1, -1), kind).reshape(-1)
-            start = first_block * block
-            flat[start : start + result.size].copy_(torch.from_numpy(result))
+            values = dequantize(packed.reshape(1, -1), kind).reshape(-1)
+            flat[row * row_values : (row + count) * row_values].copy_(torch.from_numpy(values))
 
         try:
-            list(self._pool.map(dequantise, range(0, values // block, step)))
+            list(self._pool.map(dequantise, range(0, num_rows, step)))
         except NotImplementedError as error:
             raise WeightsError(f"{self.name}: tensor {tensor.name}: {error}") from error
 

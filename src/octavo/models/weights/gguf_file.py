@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +43,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = threading.Lock()
         try:
             self.file = path.open("rb")
         except OSError as error:
@@ -67,16 +69,13 @@ class GGUFFile:
     def close(self) -> None:
         self.file.close()
 
-    def read(self, offset: int, num_bytes: int) -> bytearray:
-        """Bytes of the file; WeightsError if it ends before."""
-        self.file.seek(offset)
-        data = bytearray(num_bytes)
-        view, done = memoryview(data), 0
-        while done < num_bytes:
-            count = self.file.readinto(view[done:])
-            if not count:
-                raise WeightsError(f"{self.path}: is truncated: it ends before byte {offset + num_bytes}")
-            done += count
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Bytes of the file; WeightsError if it ends before. Safe to call from several threads."""
+        with self._lock:
+            self.file.seek(offset)
+            data = self.file.read(num_bytes)
+        if len(data) < num_bytes:
+            raise WeightsError(f"{self.path}: is truncated: it ends before byte {offset + num_bytes}")
         return data
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from octavo.kernels import PackedWeight, pack_weight
+from octavo.kernels.linear import Form, PackedWeight, pack_weight
 from octavo.layers.linear import Linear
-from octavo.models.weights.checkpoint import Checkpoint
+from octavo.models.weights.checkpoint import Checkpoint, Shape
+
+# A scratch matrix this much too large is given back: the embedding's would outlive its use.
+_SCRATCH_EXCESS = 8
 
 
 class Progress(Protocol):
@@ -30,7 +34,7 @@ class Parameters:
         checkpoint: Checkpoint,
         *,
         dtype: torch.dtype,
-        form: str,
+        form: Form,
         device: torch.device,
         ties_head_by_config: bool | None,
         progress: Callable[[str, int, int], None] | None = None,
@@ -43,16 +47,23 @@ class Parameters:
         self._ties_head_by_config = ties_head_by_config
         self._progress = progress
         self._num_read = 0
+        self._buffer = torch.empty(0, dtype=dtype)
 
     def matrix(self, *names: str) -> PackedWeight:
         """The matrices `names`, stacked row-wise in that order, packed."""
-        packed = pack_weight(self._stacked(names), self._form)
+        shape = self._stacked_shape(names)
+        # The dense form keeps the very tensor it is given; the others copy, so theirs can be used again.
+        rows = torch.empty(shape, dtype=self._dtype) if self._form == "dense" else self._scratch(shape)
+        self._read(names, rows)
+        packed = pack_weight(rows.to(self.device), self._form)
         self.nbytes += packed.nbytes
         return packed
 
     def vector(self, *names: str) -> torch.Tensor:
         """The vectors `names`, laid end to end."""
-        vector = self._stacked(names)
+        values = torch.empty(self._stacked_shape(names), dtype=self._dtype)
+        self._read(names, values)
+        vector = values.to(self.device)
         self.nbytes += vector.nbytes
         return vector
 
@@ -78,15 +89,24 @@ class Parameters:
             return True
         return self._checkpoint.same_values(embedding, head)
 
-    def _stacked(self, names: tuple[str, ...]) -> torch.Tensor:
+    def _stacked_shape(self, names: tuple[str, ...]) -> Shape:
         shapes = [self._checkpoint.shapes[name] for name in names]
-        rows = sum(shape[0] for shape in shapes)
-        stacked = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype)
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def _scratch(self, shape: Shape) -> torch.Tensor:
+        """Room for one matrix, used again for the next: freeing each would leave holes in the heap."""
+        size = math.prod(shape)
+        if not size <= self._buffer.numel() <= _SCRATCH_EXCESS * size:
+            self._buffer = torch.empty(0, dtype=self._dtype)  # gone before its successor is there
+            self._buffer = torch.empty(size, dtype=self._dtype)
+        return self._buffer[:size].view(shape)
+
+    def _read(self, names: tuple[str, ...], out: torch.Tensor) -> None:
         first = 0
-        for name, shape in zip(names, shapes, strict=True):
-            self._checkpoint.read_into(name, stacked[first : first + shape[0]])
-            first += shape[0]
+        for name in names:
+            last = first + self._checkpoint.shapes[name][0]
+            self._checkpoint.read_into(name, out[first:last])
+            first = last
             self._num_read += 1
             if self._progress is not None:
                 self._progress(name, self._num_read, len(self._checkpoint.shapes))
-        return stacked.to(self.device)
