@@ -97,7 +97,7 @@ def test_use_restores_what_was_before() -> None:
         with backend.use("cpu"):
             assert backend.implementation_of("silu_and_mul") == "cpu"
         assert backend.implementation_of("silu_and_mul") == "reference"
-    with pytest.raises(ConfigError, match="unknown kernel room 'refrence'.*did you mean 'reference'"):
+    with pytest.raises(ConfigError, match=r"unknown kernel room 'refrence'.*did you mean 'reference'"):
         backend.use("refrence").__enter__()
 
 
@@ -119,7 +119,8 @@ def test_an_unknown_value_of_the_environment_variable(
     monkeypatch.setattr(backend, "_selected", {})
     monkeypatch.setenv("OCTAVO_KERNELS", value)
     known = "expected one of auto, reference, cpu"
-    with pytest.raises(ConfigError, match=f"^OCTAVO_KERNELS: unknown kernel room '{value}', {known}{hint}$"):
+    message = f"^OCTAVO_KERNELS: unknown kernel room '{value}', {known}{hint}$"
+    with pytest.raises(ConfigError, match=message):
         silu_and_mul(torch.ones(1, 2))
     with backend.use("reference"):
         assert silu_and_mul(torch.zeros(1, 2)).item() == 0.0
