@@ -60,6 +60,15 @@ def llama2_like() -> Tokenizer:
 
 
 @cache
+def strips_two_spaces() -> Tokenizer:
+    backend = Backend(models.WordLevel({"▁": 0, "▁▁": 1, "a": 2, "": 3, "b▁": 4, "▁c": 5}, unk_token="a"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)]
+    )
+    return Tokenizer(TokenizerRecipe(backend, "test"))
+
+
+@cache
 def metaspace() -> Tokenizer:
     backend = Backend(models.WordLevel({"▁a": 0, "b": 1, "▁": 2, "▁▁c": 3, "d▁e": 4}, unk_token="b"))
     backend.decoder = decoders.Metaspace()
@@ -75,7 +84,15 @@ def without_decoder() -> Tokenizer:
 
 ALL: dict[str, Callable[[], Tokenizer]] = {
     factory.__name__: factory
-    for factory in (qwen_like, smollm2, byte_level_with_added, llama2_like, metaspace, without_decoder)
+    for factory in (
+        qwen_like,
+        smollm2,
+        byte_level_with_added,
+        llama2_like,
+        strips_two_spaces,
+        metaspace,
+        without_decoder,
+    )
 }
 
 

@@ -17,10 +17,10 @@ EVERYTHING: dict[str, Any] = {
     "a.int": 7,
     "a.float": 0.5,
     "a.text": "grüße",
-    "a.words": ["x", "", "中文"],
     "a.ints": [1, -2, 3],
     "a.floats": [0.25, -1.0],
     "a.flags": [True, False],
+    "a.words": ["x", "", "中文"],  # last, so that a cut file can end within a string of a list
 }
 
 

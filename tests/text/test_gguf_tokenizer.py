@@ -293,6 +293,7 @@ def test_named_chat_templates() -> None:
             "the merges do not fit the vocabulary",
         ),
         ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),
+        ({"tokenizer.ggml.merges": ["12"]}, "the merges do not fit the vocabulary"),
         ({"tokenizer.ggml.eos_token_id": 266}, r"eos_token_id is 266, outside the vocabulary of 266 tokens"),
         ({"tokenizer.ggml.eot_token_id": 9999}, r"eot_token_id is 9999, outside the vocabulary"),
         (
@@ -334,7 +335,15 @@ def test_sentencepiece_spaces_bytes_and_specials() -> None:
     assert words(tokenizer, "€") == ["▁", "<0xE2>", "<0x82>", "<0xAC>"]
     assert tokenizer.decode(tokenizer.encode("the  ab€ in</s>")) == "the  ab€ in"
     assert tokenizer.decode(tokenizer.encode(" the")) == " the"
-    assert words(tokenizer, "<0x41>") != ["▁", "<0x41>"]  # the spelling of a byte token is not the byte
+
+
+def test_the_spelling_of_a_byte_token_is_not_the_byte() -> None:
+    parts = ["<", "0", "x", "4", "1", ">", "<0", "<0x", "<0x4", "1>"]
+    metadata = sentencepiece_metadata()
+    metadata["tokenizer.ggml.tokens"] = SENTENCEPIECE_TOKENS + parts
+    metadata["tokenizer.ggml.scores"] = [*SENTENCEPIECE_SCORES, *(-100.0 - i for i in range(len(parts)))]
+    metadata["tokenizer.ggml.token_type"] = SENTENCEPIECE_TYPES + [1] * len(parts)
+    assert words(tokenizer_of(metadata), "<0x41>") == ["▁", "<0x4", "1>"]
 
 
 def test_sentencepiece_without_a_prefix_space() -> None:

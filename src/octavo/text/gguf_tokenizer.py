@@ -105,9 +105,7 @@ def _byte_level_bpe(ggml: dict[str, Any], tokens: list[str], origin: str) -> tup
     merges = ggml.get("merges")
     if merges is None:
         raise ModelError(f"{origin}: tokenizer.ggml.merges is missing; convert the file again")
-    # The first byte of a merge may be a space, so the separator is looked for after it.
-    cuts = [merge.find(" ", 1) for merge in merges]
-    pairs = [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
+    pairs = [merge.partition(" ")[::2] for merge in merges]
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(_bpe(vocab, pairs, origin, ignore_merges=rule.ignore_merges))
     if rule.nfc:
