@@ -132,9 +132,9 @@ MISTRAL_STYLE = """\
 {% elif (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
 {% endif %}
-{% if message['role'] == 'user' %}
+    {% if message['role'] == 'user' %}
 {{ '[INST] ' + message['content'] + ' [/INST]' }}
-{% else %}
+    {% else %}
 {% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
 {% endif %}
 {% endfor %}
@@ -260,6 +260,7 @@ def test_thinking_can_be_turned_off(options: dict[str, Any], end: str) -> None:
 def test_reasoning_goes_by_several_names(field: str) -> None:
     messages = [user("2+2?"), assistant("4", **{field: "easy"})]
     assert "<think>\neasy\n</think>\n\n4" in both(QWEN3_STYLE, messages)
+    assert both("{{ messages[1].thinking }} {{ messages[1].content }}", messages) == "easy 4"
 
 
 def test_template_variables() -> None:
@@ -412,6 +413,11 @@ def test_bad_messages_are_named(messages: Any, message: str) -> None:
         (QWEN3_STYLE, {"continue_final_message": True}, "continue_final_message: cannot be combined with"),
         (
             "fixed",
+            {"continue_final_message": True, "add_generation_prompt": False},
+            "drops or rewrites the final",
+        ),
+        (
+            "{{ messages[0].content | upper }}",
             {"continue_final_message": True, "add_generation_prompt": False},
             "drops or rewrites the final",
         ),
