@@ -1,18 +1,19 @@
 """Matrix products with weights that were packed once, at load time.
 
 ============  ========================================  =====================================================
-form          what a weight is stored as                for
-============  ========================================  =====================================================
-``dense``     the (N, K) tensor as it came              any dtype and device; torch's own `linear`
-``float32``   panels of float32                         the CPU: exact, and the same bits in every batch
-``float16``   panels of float16, products in float32    the CPU: half the bytes, lossless in practice
-``int8``      panels of int8, groups of 64 along K      the CPU: a quarter of the bytes; symmetric, one float32
+form          what a weight is stored as                for ============
+========================================  ===================================================== ``dense``
+the (N, K) tensor as it came              any dtype and device; torch's own `linear` ``float32``   panels of
+float32                         the CPU: exact, and the same bits in every batch ``float16``   panels of
+float16, products in float32    the CPU: half the bytes, lossless in practice ``int8``      panels of int8,
+groups of 64 along K      the CPU: a quarter of the bytes; symmetric, one float32
               with one scale, products in float32       scale a group; activations stay float32
 ============  ========================================  =====================================================
 
-The packed forms run in `octavo.kernels.cpu`: ``[ceil(N / panel)][K][panel]``, where a panel is as many output columns
-as one register tile computes on this CPU, the last one padded with zeros. A packed weight therefore belongs to the
-machine that packed it: do not save it. A result element is the same sum in the same order whatever the number of rows.
+The packed forms run in `octavo.kernels.cpu`: ``[ceil(N / panel)][K][panel]``, where a panel is as many output
+columns as one register tile computes on this CPU, the last one padded with zeros. A packed weight therefore
+belongs to the machine that packed it: do not save it. A result element is the same sum in the same order
+whatever the number of rows.
 
 Without the compiled kernels (no Numba, a CPU without AVX2) ``float32`` becomes ``dense`` and says so in
 `PackedWeight.note`; ``float16`` and ``int8``, which someone asked for, are refused with the way out.
@@ -88,7 +89,8 @@ def pack_weight(weight: Tensor, form: Form) -> PackedWeight:
 
     Raises:
         KernelArgumentError: not a float matrix, an unknown form, or values that float16 cannot hold.
-        UnsupportedKernelConfig: ``float16`` or ``int8`` on a machine without the compiled kernels, or not on the CPU.
+        UnsupportedKernelConfig: ``float16`` or ``int8`` on a machine without the compiled kernels, or not on
+        the CPU.
     """
     name = "pack_weight"
     if weight.dim() != 2 or weight.dtype not in checks.FLOATS:
@@ -126,8 +128,8 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
         bias: (N,) contiguous, of the dtype of x.
 
     Returns:
-        (T, N), new, of the dtype of x. In the packed forms a row has the same bits for every T, position and number
-        of threads.
+        (T, N), new, of the dtype of x. In the packed forms a row has the same bits for every T, position and
+        number of threads.
 
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong.

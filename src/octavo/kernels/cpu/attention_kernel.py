@@ -1,7 +1,7 @@
 """Attention of ragged queries over paged or packed keys: the loops.
 
-A task is a few consecutive query tokens of one sequence for one KV head. Its rows are (token, query head of the group),
-so that every key and value is read once for the whole group::
+A task is a few consecutive query tokens of one sequence for one KV head. Its rows are (token, query head of
+the group), so that every key and value is read once for the whole group::
 
     rows   token t, heads g0 g1 g2       K block (KEYS x D), transposed        V block (KEYS x D)
            token t+1, g0 g1 g2       x   into fp32 scratch            ->  p x  copied into fp32 scratch
@@ -9,15 +9,17 @@ so that every key and value is read once for the whole group::
 
 Decode is a task with one token, a chunk of a prompt many tasks of several tokens; nothing else differs.
 
-**Same bits for a row whatever its company.** Key blocks start at absolute key positions 0, KEYS, 2 KEYS, ... For one row
-and block: a score is one chain of fmas over the head dimension; masked scores are -inf, so their weights are exact
-zeros in the fixed tree of the sum; the weighted sum of V is one chain of fmas over the row's own keys in ascending
-order, and a chained tile may be cut anywhere. A block of which a row sees nothing is skipped, which is the same as
-multiplying by exactly 1 and adding exactly 0. So how many tokens the task has, how the keys were split over earlier
-calls, block size and block table, and the number of threads do not enter.
+**Same bits for a row whatever its company.** Key blocks start at absolute key positions 0, KEYS, 2 KEYS, ...
+For one row and block: a score is one chain of fmas over the head dimension; masked scores are -inf, so their
+weights are exact zeros in the fixed tree of the sum; the weighted sum of V is one chain of fmas over the
+row's own keys in ascending order, and a chained tile may be cut anywhere. A block of which a row sees nothing
+is skipped, which is the same as multiplying by exactly 1 and adding exactly 0. So how many tokens the task
+has, how the keys were split over earlier calls, block size and block table, and the number of threads do not
+enter.
 
-**Masked memory stays out.** Keys outside of the task's range are not read at all; a key inside that one of the rows does
-not see is kept out of that row's V chain by its bounds, not by a zero weight, so that a NaN there cannot reach it.
+**Masked memory stays out.** Keys outside of the task's range are not read at all; a key inside that one of
+the rows does not see is kept out of that row's V chain by its bounds, not by a zero weight, so that a NaN
+there cannot reach it.
 """
 
 from __future__ import annotations
@@ -200,7 +202,8 @@ def _attention(
                 end = min(end_key - block_start, KEYS)
                 if first >= end:
                     continue
-                # 1. Where the keys lie. Entries outside [first, end) repeat the first: loads stay inside memory.
+                # 1. Where the keys lie. Entries outside [first, end) repeat the first: loads stay inside
+                # memory.
                 if table == 0:
                     for j in range(first, end):
                         place = start_k + block_start + j
@@ -294,8 +297,8 @@ def _attention(
                         at = s_acc + (r * padded + c) * 4
                         store(at, load(at, "float32", lanes) * shrink_wide, "float32")
 
-                # 5. Weights times V. A tile of rows goes over the keys that all of them see; what only some of them
-                # see comes before (left edge of a window) and after (right edge, causal), row by row.
+                # 5. Weights times V. A tile of rows goes over the keys that all of them see; what only some
+                # of them see comes before (left edge of a window) and after (right edge, causal), row by row.
                 for r in range(0, rows, max_rows):
                     count = min(max_rows, rows - r)
                     top = first_token + r // group + diagonal - block_start

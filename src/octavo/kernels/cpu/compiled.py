@@ -1,9 +1,9 @@
 """From a Python function to an address: Numba's `cfunc`, cached on disk.
 
 A kernel is written as a factory that closes over plain integers and strings (vector shape, dtypes) and over
-`SOURCE_DIGEST`. Numba keys its cache by the closure's values, so another shape, another dtype, or a changed line
-anywhere in this folder is another entry; without the digest a change in an intrinsic would not be noticed, because
-Numba looks only at the file that holds the kernel.
+`source_digest()`. Numba keys its cache by the closure's values, so another shape, another dtype, or a changed
+line anywhere in this folder is another entry; without the digest a change in an intrinsic would not be
+noticed, because Numba looks only at the file that holds the kernel.
 
 Every kernel has the same type, ``void kernel(intptr_t **block)``: see `threads.py`.
 """
@@ -15,6 +15,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -31,24 +32,25 @@ def source_digest() -> str:
 def compile_kernel(function: Callable[[int], None]) -> int:
     """Compile `function(block_address)` or load it from Numba's disk cache; returns its address.
 
-    The cache lies beside this package, else in the user's cache folder, or in NUMBA_CACHE_DIR when that is set.
-    Where none is writable the kernel is compiled for this process only.
+    The cache lies beside this package, else in the user's cache folder, or in NUMBA_CACHE_DIR when that is
+    set. Where none is writable the kernel is compiled for this process only.
     """
     import numba
     from numba import types
 
-    signature = types.void(types.intp)
-    options = {"error_model": "numpy", "_nrt": False}
+    # `_nrt` off: no array is ever made here, so Numba's reference counting need not be linked.
+    options: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
+    compiler = functools.partial(numba.cfunc, types.void(types.intp), **options)
     try:
-        kernel = numba.cfunc(signature, cache=True, **options)(function)
+        kernel = compiler(cache=True)(function)
     except RuntimeError as error:  # "cannot cache function ...: no locator available"
         if "cache" not in str(error):
             raise
         logger.warning("compiled kernels are not kept on disk (%s); set NUMBA_CACHE_DIR", error)
-        kernel = numba.cfunc(signature, **options)(function)
+        kernel = compiler()(function)
     _alive.append(kernel)
-    address: int = kernel.address
-    return address
+    assert kernel.address is not None
+    return kernel.address
 
 
 _alive: list[object] = []  # the machine code lives as long as its cfunc object

@@ -14,8 +14,8 @@ FLOAT_BYTES = 4
 class VectorShape:
     """The register tile of one instruction set.
 
-    ``lanes`` fp32 numbers fill one vector register. A tile holds ``max_rows`` x ``vectors`` accumulators; with
-    ``vectors`` more for weights and one or two for broadcasts it must fit the register file.
+    ``lanes`` fp32 numbers fill one vector register. A tile holds ``max_rows`` x ``vectors`` accumulators;
+    with ``vectors`` more for weights and one or two for broadcasts it must fit the register file.
     """
 
     name: str
@@ -39,8 +39,9 @@ def target_features() -> frozenset[str]:
     import llvmlite.binding as llvm
     from numba.core import config
 
-    if config.CPU_FEATURES is not None:
-        text: str = config.CPU_FEATURES
+    chosen: str | None = getattr(config, "CPU_FEATURES", None)  # set at run time: unknown to mypy
+    if chosen is not None:
+        text = chosen
     else:
         text = llvm.get_host_cpu_features().flatten()
     return frozenset(item[1:] for item in text.split(",") if item.startswith("+"))
@@ -48,7 +49,7 @@ def target_features() -> frozenset[str]:
 
 @functools.cache
 def unfit_reason() -> str | None:
-    """Why the compiled kernels cannot run here; None when they can. Imports Numba only when it is installed."""
+    """Why the compiled kernels cannot run here; None when they can."""
     for package in ("numba", "llvmlite"):
         try:
             found = importlib.util.find_spec(package) is not None

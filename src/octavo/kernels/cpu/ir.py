@@ -1,8 +1,9 @@
 """LLVM vector instructions as Numba intrinsics.
 
-`FloatVector(lanes)` is a Numba type for one SIMD register of fp32 numbers (or several, or a part: LLVM splits what
-the machine does not have). Kernels read like scalar code: ``load``, ``store``, ``fma``, ``+ - * /``, ``maximum``.
-Addresses are plain integers in bytes. `lanes` and `dtype` arguments must be compile time constants.
+`FloatVector(lanes)` is a Numba type for one SIMD register of fp32 numbers (or several, or a part: LLVM splits
+what the machine does not have). Kernels read like scalar code: ``load``, ``store``, ``fma``, ``+ - * /``,
+``maximum``. Addresses are plain integers in bytes. `lanes` and `dtype` arguments must be compile time
+constants.
 
 A floating point operation written here is done as written: no fast-math flag is set, so LLVM neither reorders
 sums nor contracts a product and a sum behind our back, and the same code gives the same bits on every tile.
@@ -14,10 +15,14 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numba.extending
 from llvmlite import ir
 from numba import types
 from numba.core.datamodel import models
-from numba.extending import intrinsic, overload, register_model
+from numba.extending import overload, register_model
+
+# Numba's annotations describe the function as written, with a typing context that callers do not pass.
+intrinsic: Any = numba.extending.intrinsic
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -25,7 +30,7 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
-class FloatVector(types.Type):  # type: ignore[misc]  # numba has no type hints
+class FloatVector(types.Type):
     """`lanes` fp32 numbers in registers."""
 
     def __init__(self, lanes: int) -> None:
@@ -34,12 +39,14 @@ class FloatVector(types.Type):  # type: ignore[misc]  # numba has no type hints
 
 
 @register_model(FloatVector)
-class _FloatVectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _FloatVectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, frontend_type: FloatVector) -> None:
-        super().__init__(manager, frontend_type, ir.VectorType(F32, frontend_type.lanes))
+        super().__init__(  # type: ignore[no-untyped-call]  # numba's models have no annotations
+            manager, frontend_type, ir.VectorType(F32, frontend_type.lanes)
+        )
 
 
-# --- emitting IR: used by the intrinsics below and by tile.py ---------------------------------------------------
+# --- emitting IR: used by the intrinsics below and by tile.py ---
 
 
 def pointer(builder: Any, address: Any, element: Any) -> Any:
@@ -116,7 +123,7 @@ def emit_loop(
     carried: Sequence[Any],
     body: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """``for i in range(start, stop): carried = body(i, carried)`` with `carried` in registers; returns the last."""
+    """``for i in range(start, stop): carried = body(i, carried)`` in registers; returns the last."""
     before = builder.block
     function = builder.function
     head, after = function.append_basic_block("loop"), function.append_basic_block("after")
@@ -146,7 +153,7 @@ def emit_loop(
     return finals
 
 
-# --- addresses and integers ------------------------------------------------------------------------------------
+# --- addresses and integers ---
 
 
 @intrinsic
@@ -204,7 +211,7 @@ def bits_to_float(typing_context, bits):  # type: ignore[no-untyped-def]
     return types.float32(types.intp), codegen
 
 
-# --- vectors ---------------------------------------------------------------------------------------------------
+# --- vectors ---
 
 
 @intrinsic(prefer_literal=True)
@@ -350,7 +357,7 @@ def keep_lanes(typing_context, value, first, stop, other):  # type: ignore[no-un
 def transpose(typing_context, addresses, offset, out, ldo, dtype, lanes):  # type: ignore[no-untyped-def]
     """``out[c, r] = item c of row r`` for a square of `lanes` rows.
 
-    Row r starts `offset` bytes past the address in the int64 array at `addresses`; out is fp32, ldo items a row.
+    Row r starts `offset` bytes past the address number r at `addresses`; out is fp32, ldo items a row.
     """
     count = lanes.literal_value
 

@@ -1,17 +1,20 @@
 """The loops of ``out = x @ w.T (+ bias)`` around the register tile.
 
-A packed weight is ``[N / panel][K][panel]``: one panel holds `panel` output columns, K steps long, and is read front to
-back. Work is cut into tasks of a few panels; a worker takes one task after another. Inside a task::
+A packed weight is ``[N / panel][K][panel]``: one panel holds `panel` output columns, K steps long, and is
+read front to back. Work is cut into tasks of a few panels; a worker takes one task after another. Inside a
+task::
 
     for panel:                         the weights of a panel come from memory once
         for k block of K_BLOCK:        K_BLOCK * panel weights stay in the L1/L2 cache ...
             for tile of rows:          ... while all rows of x pass by
 
-Partial sums of the k blocks are added to `out` in the order of k, always with the same K_BLOCK, so the sum of an output
-element is the same expression for one row and for a thousand (and more accurate than one long chain).
+Partial sums of the k blocks are added to `out` in the order of k, always with the same K_BLOCK, so the sum of
+an output element is the same expression for one row and for a thousand (and more accurate than one long
+chain).
 
-With many rows, converting float16 or int8 weights again for every tile would cost more than the multiplications, so
-a k block is converted once into fp32 scratch. The converted numbers are the same either way, hence also the sums.
+With many rows, converting float16 or int8 weights again for every tile would cost more than the
+multiplications, so a k block is converted once into fp32 scratch. The converted numbers are the same either
+way, hence also the sums.
 """
 
 from __future__ import annotations

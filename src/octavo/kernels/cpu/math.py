@@ -1,8 +1,9 @@
 """exp and tanh of vectors, as polynomials of our own fit.
 
-Worst errors against fp64 over all of their range (tests/kernels/cpu/test_math.py measures them on this machine):
-`exp` 2 ulp, `tanh` 4 ulp. exp is 0 below -87.3 (true value under 1e-38) and saturates at e^88 (1.7e38), so that
-``1 + exp(x)`` never overflows. NaN gives NaN, and exp(-inf) is exactly 0: a masked score has no weight at all.
+Worst errors against fp64 over all of their range (tests/kernels/cpu/test_math.py measures them on this
+machine): `exp` 2 ulp, `tanh` 4 ulp. exp is 0 below -87.3 (true value under 1e-38) and saturates at e^88
+(1.7e38), so that ``1 + exp(x)`` never overflows. NaN gives NaN, and exp(-inf) is exactly 0: a masked score
+has no weight at all.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.extending import intrinsic
 
-from octavo.kernels.cpu.ir import I32, constant_vector, emit_fma
+from octavo.kernels.cpu.ir import I32, constant_vector, emit_fma, intrinsic
 
 LOG2_E = 1.4426950408889634
 LN2_HIGH = 0.693145751953125  # ln 2 in two parts: n * LN2_HIGH is exact for every exponent n

@@ -1,4 +1,7 @@
-"""The kernels without a matrix product: norm, rotary, gated activation, cache write. Tasks are a few rows or tokens."""
+"""The kernels without a matrix product: norm, rotary, gated activation, cache write.
+
+A task is a few rows or tokens.
+"""
 
 from __future__ import annotations
 

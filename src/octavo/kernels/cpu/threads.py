@@ -1,10 +1,11 @@
 """Runs compiled kernels on the OpenMP threads that torch already has.
 
-Two pools of spinning threads on the same cores slow each other down several times, so there is no second pool here:
-on Linux torch's library brings GOMP into the process, and `GOMP_parallel` found *through torch's library* starts the
-very team of threads that torch's own operators use. A team of a fixed size is cheap to reuse (1-2 us while its
-threads still spin) and dear to resize, so a kernel runs either on one thread or on all `torch.get_num_threads()`.
-Where the symbol is missing (macOS, Windows) a small pool of Python threads does the same job with more overhead.
+Two pools of spinning threads on the same cores slow each other down several times, so there is no second one:
+on Linux torch's library brings GOMP into the process, and `GOMP_parallel` found *through torch's library*
+starts the very team of threads that torch's own operators use. A team of a fixed size is cheap to
+reuse (1-2 us while its threads still spin) and dear to resize, so a kernel runs either on one thread or on
+all `torch.get_num_threads()`. Where the symbol is missing (macOS, Windows) a small pool of Python threads
+does the same job with more overhead.
 
 A kernel receives the address of a cell that holds the address of its parameter block, an array of int64::
 
@@ -33,10 +34,12 @@ Parallel = Callable[[int, int, int], None]  # (kernel address, cell address, thr
 
 
 def configure(num_threads: int | None = None) -> int:
-    """Set how many threads torch and the compiled kernels use, once, before the first step; returns the number.
+    """Set how many threads torch and the compiled kernels use, once, before the first step.
 
-    The default is what torch chose (the cores of the process). Choose 1 when another busy process shares the cores:
-    waiting for a thread that is not running costs more than a second thread brings.
+    Returns the number.
+
+    The default is what torch chose (the cores of the process). Choose 1 when another busy process shares the
+    cores: waiting for a thread that is not running costs more than a second thread brings.
     """
     if num_threads is not None and num_threads != torch.get_num_threads():
         torch.set_num_threads(num_threads)
@@ -104,7 +107,7 @@ SCRATCH_ALIGNMENT = 64
 
 
 def scratch(bytes_per_worker: int) -> int:
-    """Address of scratch memory for every worker of the next `run` from this thread, cache-line aligned, unset."""
+    """Address of scratch memory for every worker of this thread's next `run`, cache-line aligned, unset."""
     size = bytes_per_worker * max(1, torch.get_num_threads()) + SCRATCH_ALIGNMENT
     if _scratch.buffer is None or _scratch.buffer.numel() < size:
         _scratch.buffer = torch.empty(size, dtype=torch.uint8)

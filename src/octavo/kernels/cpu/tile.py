@@ -13,9 +13,10 @@
       +------------+  +-----------------------+
        one number of x at a time is broadcast and multiplied into its row of accumulators
 
-Each accumulator lane is ``fma(x[r, k-1], w[k-1, n], ... fma(x[r, 0], w[0, n], 0))``: strictly in the order of k, one
-chain per output element. The number of rows in the tile, its other rows and the vector width do not enter, which is
-what makes a row's bits independent of the batch. Speed comes from many independent chains, not from splitting one.
+Each accumulator lane is ``fma(x[r, k-1], w[k-1, n], ... fma(x[r, 0], w[0, n], 0))``: strictly in the order of
+k, one chain per output element. The number of rows in the tile, its other rows and the vector width do not
+enter, which is what makes a row's bits independent of the batch. Speed comes from many independent chains,
+not from splitting one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from octavo.kernels.cpu.ir import (
     F32,
@@ -38,12 +38,13 @@ from octavo.kernels.cpu.ir import (
     emit_loop,
     emit_splat,
     emit_store,
+    intrinsic,
     pointer,
 )
 
 
 @intrinsic(prefer_literal=True)
-def tile(
+def tile(  # type: ignore[no-untyped-def]
     typing_context,
     rows,
     columns,
@@ -63,14 +64,14 @@ def tile(
     vectors,
     max_rows,
     chain,
-):  # type: ignore[no-untyped-def]
+):
     """``out[r, n] = init[r, n] + sum over k of x[r, k] * w[k, n]`` for r < rows, n < columns.
 
-    rows 1..max_rows and columns 1..lanes*vectors vary at run time; the last five arguments are constants. x, init, out
-    are fp32; w holds `dtype`, rows of lanes*vectors items. All are byte addresses; ldx, ldw, ldinit, ldo count items
-    from row to row (ldinit 0 repeats one row). For int8, w[k, n] is multiplied by scales[k // group, n] first.
-    chain 0 adds a finished sum to init; chain 1 starts the chain of fmas at init, so that a sum over k may be cut
-    anywhere into several calls without a change of a bit.
+    rows 1..max_rows and columns 1..lanes*vectors vary at run time; the last five arguments are constants. x,
+    init, out are fp32; w holds `dtype`, rows of lanes*vectors items. All are byte addresses; ldx, ldw,
+    ldinit, ldo count items from row to row (ldinit 0 repeats one row). For int8, w[k, n] is multiplied by
+    scales[k // group, n] first. chain 0 adds a finished sum to init; chain 1 starts the chain of fmas at
+    init, so that a sum over k may be cut anywhere into several calls without a change of a bit.
     """
     shape = _Shape(dtype.literal_value, lanes.literal_value, vectors.literal_value)
 
