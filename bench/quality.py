@@ -17,7 +17,7 @@ from octavo.bench.report import Row, hardware_slug, write_result
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import KVCache
 from octavo.layers.attention_metadata import AttentionMetadata
-from octavo.models.registry import load_model
+from octavo.models.registry import LoadedModel, load_model
 from octavo.models.source import resolve_model
 from octavo.text.tokenizer import load_tokenizer
 
@@ -30,10 +30,14 @@ MAX_PERPLEXITY_RATIO = 1.02
 MIN_AGREEMENT = 93.0
 
 
-@torch.inference_mode()
 def log_probs(ids: list[int], quantization: str | None) -> torch.Tensor:
     """(len(ids) - 1, vocab) float32: natural log probabilities of what follows each token but the last."""
-    loaded = load_model(MODEL, dtype="auto", quantization=quantization)
+    loaded = load_model(MODEL, quantization=quantization)
+    with torch.inference_mode():
+        return teacher_forced(loaded, ids)
+
+
+def teacher_forced(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
     config = loaded.config
     spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size=BLOCK_SIZE)
     num_blocks = -(-len(ids) // BLOCK_SIZE)
