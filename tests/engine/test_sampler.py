@@ -100,6 +100,17 @@ def test_min_tokens_ends_when_enough_were_made():
     assert chosen == [2, 2, 1, 1]
 
 
+def test_min_tokens_of_two_rows_end_apart():
+    sampler, logits = Sampler(3), torch.tensor([[1.0, 3.0, 2.0]] * 2)
+    rows = [sequence(min_tokens=1, eos=[1]), sequence(min_tokens=3, eos=[1])]
+    chosen = []
+    for _ in range(4):
+        chosen.append(sampler.sample(logits, rows).token_ids)
+        for seq, token in zip(rows, chosen[-1], strict=True):
+            seq.token_ids.append(token)
+    assert chosen == [[2, 2], [1, 2], [1, 2], [1, 1]]
+
+
 def test_end_of_sequence_id_past_the_logits_is_no_error():
     assert choose([1.0, 3.0], min_tokens=1, eos=[1, 2, 5000]) == 0
 
@@ -241,6 +252,16 @@ def test_two_continuations_of_one_prompt_differ_and_repeat():
     first, second = pair()
     assert first != second
     assert pair() == [first, second]
+
+
+def test_one_sampler_follows_a_changing_batch():
+    """As many rows as before, but other ones, or the same in another order."""
+    sampler, logits = Sampler(3), torch.tensor([[1.0, 3.0, 2.0]] * 2)
+    one, two, three = sequence(allowed_token_ids=[0]), sequence(logit_bias={2: 5.0}), sequence()
+    assert sampler.sample(logits, [one, two]).token_ids == [0, 2]
+    assert sampler.sample(logits, [two, one]).token_ids == [2, 0]
+    assert sampler.sample(logits, [two, three]).token_ids == [2, 1]
+    assert sampler.sample(logits[:1], [three]).token_ids == [1]
 
 
 OPTIONS = [
