@@ -167,7 +167,8 @@ def test_resolving_and_reading_a_config_load_no_torch(tmp_path: Path) -> None:
         '"intermediate_size": 64, "vocab_size": 16}'
     )
     code = (
-        "import sys\nfrom octavo.models.registry import resolve_model\nfrom octavo.models.config import load_config\n"
+        "import sys\nfrom octavo.models.registry import resolve_model\n"
+        "from octavo.models.config import load_config\n"
         f"config = load_config(resolve_model({str(tmp_path)!r}))\n"
         "print(config.head_dim, 'torch' in sys.modules, 'huggingface_hub' in sys.modules)"
     )

@@ -26,7 +26,7 @@ class DummyCheckpoint:
         if name.endswith("norm.weight"):
             out.fill_(1.0)
             return
-        generator = torch.Generator().manual_seed((self._seed << 32) + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         bound = 0.02 if out.dim() == 1 else (3.0 / out.shape[1]) ** 0.5
         out.uniform_(-bound, bound, generator=generator)
 

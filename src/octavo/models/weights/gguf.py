@@ -47,11 +47,15 @@ class GGUFCheckpoint:
         self.name = str(file.path)
         self._file = file
         self._tensors: dict[str, GGUFTensor] = {}
+        try:
+            for tensor in file.tensors.values():
+                self._check(tensor)
+                if tensor.name != ROPE_FREQS:  # in the config already
+                    self._tensors[_hugging_face_name(tensor.name)] = tensor
+        except BaseException:
+            file.close()
+            raise
         self._pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
-        for tensor in file.tensors.values():
-            self._check(tensor)
-            if tensor.name != ROPE_FREQS:  # in the config already
-                self._tensors[_hugging_face_name(tensor.name)] = tensor
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._rotary_order = _rotary_order(config)
         self._is_reordered = file.metadata.get("general.architecture") == "llama"

@@ -69,12 +69,13 @@ class GGUFFile:
     def close(self) -> None:
         self.file.close()
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
+    def read(self, offset: int, num_bytes: int) -> bytearray:
         """Bytes of the file; WeightsError if it ends before. Safe to call from several threads."""
+        data = bytearray(num_bytes)
         with self._lock:
             self.file.seek(offset)
-            data = self.file.read(num_bytes)
-        if len(data) < num_bytes:
+            count = self.file.readinto(data)
+        if count < num_bytes:
             raise WeightsError(f"{self.path}: is truncated: it ends before byte {offset + num_bytes}")
         return data
 

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.gguf_files import write_gguf
+from helpers.models import PagedDriver, hf_logits, random_ids, saved, tiny_hf_model
+
+from octavo.errors import ConfigError, ModelError, WeightsError
+from octavo.models.registry import load_model
+
+IDS = random_ids(15)
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+    "eos_token_id": 7,
+}
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> str:
+    """A folder with nothing but a config."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tiny_hf_model("llama"), tmp_path_factory.mktemp("tiny"))
+
+
+def test_dummy_weights_need_a_config_only(bare: str) -> None:
+    loaded = load_model(bare, load_format="dummy", seed=3)
+    logits = PagedDriver(loaded).step({"a": IDS})["a"]
+    assert logits.shape == (15, 101)
+    assert logits.isfinite().all()
+    assert 0.3 < logits.std() < 3
+    assert len(set(logits.argmax(1).tolist())) > 5
+    assert loaded.generation_config == {"eos_token_id": 7}
+    with pytest.raises(WeightsError, match="for random weights use load_format='dummy'"):
+        load_model(bare)
+
+
+def test_dummy_weights_follow_the_seed(bare: str) -> None:
+    first, again, other = (load_model(bare, load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    logits = [PagedDriver(loaded).step({"a": IDS})["a"] for loaded in (first, again, other)]
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.allclose(logits[0], logits[2])
+    assert first.model_id == again.model_id != other.model_id
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_dummy_weights_are_tied_as_the_config_says(bare: str, tied: bool) -> None:
+    (Path(bare) / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": tied}))
+    model = load_model(bare, load_format="dummy").model
+    assert (model.head.weight is model.embedding.weight) == tied
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"load_format": "safetensor"},
+            r"load_format: unknown value 'safetensor' \(did you mean 'safetensors'\?\)",
+        ),
+        ({"dtype": "fp32"}, r"dtype: unknown value 'fp32'.*; known: auto, float32, bfloat16, float16"),
+        (
+            {"quantization": "int4"},
+            r"quantization: unknown value 'int4' \(did you mean 'int8'\?\); known: float16, int8",
+        ),
+        (
+            {"quantization": "int8", "dtype": "bfloat16"},
+            "quantization: 'int8' works with float32 activations",
+        ),
+        (
+            {"quantization": "int8", "device": "meta"},
+            "quantization: 'int8' is a CPU form of weights; the device is meta",
+        ),
+    ],
+)
+def test_options_that_are_wrong(tiny: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model(tiny, **options)
+
+
+def test_a_load_format_that_is_not_there(tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"'gguf' was asked for, but .* is a folder with config.json"):
+        load_model(tiny, load_format="gguf")
+    path = write_gguf(tmp_path / "model.gguf", tiny_hf_model("llama"))
+    with pytest.raises(ModelError, match=r"'safetensors' was asked for, but .* is a GGUF file"):
+        load_model(path, load_format="safetensors")
+    assert load_model(path, load_format="gguf").source.kind == "gguf"
+    assert load_model(tiny, load_format="safetensors").source.kind == "folder"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bytes_per_weight", "error"), [("float16", 2, 0.02), ("int8", 1.1, 0.3)]
+)
+def test_quantised_forms(tiny: str, quantization: str, bytes_per_weight: float, error: float) -> None:
+    exact, loaded = load_model(tiny), load_model(tiny, quantization=quantization)
+    assert loaded.dtype == torch.float32
+    assert loaded.model.layers[0].mlp.down.weight.form == quantization
+    assert loaded.weights_nbytes < exact.weights_nbytes * bytes_per_weight / 4 * 1.1
+    expected = hf_logits(tiny_hf_model("llama"), IDS)
+    difference = (PagedDriver(loaded).step({"a": IDS})["a"] - expected).square().mean().sqrt()
+    assert 0 < difference < error * expected.std()
+
+
+def test_model_id_tells_apart_what_must_not_share_a_cache(tiny: str, tmp_path: Path) -> None:
+    base = load_model(tiny).model_id
+    assert load_model(tiny).model_id == base
+    ids = {base, load_model(tiny, dtype="bfloat16").model_id, load_model(tiny, quantization="int8").model_id}
+    other = saved(tiny_hf_model("llama", seed=1), tmp_path)
+    ids.add(load_model(other).model_id)
+    os.utime(Path(other) / "model.safetensors", ns=(1, 1))
+    ids.add(load_model(other).model_id)
+    assert len(ids) == 5
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    folder = saved(tiny_hf_model("llama"), tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [1, 2]}')
+    assert load_model(folder).generation_config == {"temperature": 0.6, "eos_token_id": [1, 2]}
+    (tmp_path / "generation_config.json").unlink()
+    assert load_model(folder).generation_config == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_the_logits_of_some_rows_are_those_rows(tiny: str) -> None:
+    model = load_model(tiny).model
+    hidden = torch.randn(5, 48)
+    all_rows = model.compute_logits(hidden)
+    assert torch.equal(model.compute_logits(hidden[[4, 1]]), all_rows[[4, 1]])
+    assert model.compute_logits(hidden[:0]).shape == (0, 101)
+
+
+def test_loading_holds_the_weights_once(tmp_path: Path) -> None:
+    """Peak memory: the packed weights, one matrix more, and what the libraries themselves take."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "vocab_size": 4096}
+    code = f"""
+import json, resource, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from octavo.models import dense
+from octavo.models.config import ModelConfig
+folder = Path(sys.argv[1])
+hf = {{**{CONFIG!r}, **{shape!r}}}
+if sys.argv[2] == "write":
+    (folder / "config.json").write_text(json.dumps(hf))
+    shapes = dict(dense.tensor_shapes(ModelConfig.from_hf(hf)))
+    save_file({{name: torch.zeros(shape) for name, shape in shapes.items()}}, folder / "model.safetensors")
+else:
+    from octavo.models.registry import load_model
+    import octavo.models.weights.safetensors
+    from octavo.kernels import pack_weight
+    pack_weight(torch.zeros(64, 64), "float32")  # brings in the compiler
+    def status(key):
+        line = next(line for line in open("/proc/self/status") if line.startswith(key))
+        return int(line.split()[1]) * 1024
+    before = status("VmRSS")
+    loaded = load_model(str(folder))
+    print(loaded.weights_nbytes, status("VmHWM") - before)
+"""
+    environment = {"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
+
+    def run(what: str) -> str:
+        command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path), what]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    run("write")
+    weights_nbytes, grown = map(int, run("read").split())
+    largest = 2 * 4096 * 1024 * 4
+    assert weights_nbytes > 150e6
+    assert grown < weights_nbytes + largest + 16e6
