@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
-from helpers.kernels import Batch, assert_within_budget, page, sdpa
+from helpers.kernels import IMPLEMENTATIONS, Batch, assert_within_budget, page, sdpa
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.kernels import flash_attn_varlen_func
+from octavo.kernels import backend, flash_attn_varlen_func
 
 # A prompt, a chunk with a past, decodes, nothing, no keys, more queries than keys, a prompt past one block.
 LENS_Q = [10, 3, 1, 0, 2, 5, 1, 33]
@@ -61,18 +63,24 @@ def test_options(implementation: str, options: dict, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("block_size", [0, 16])
-def test_softcap(implementation: str, block_size: int) -> None:
+@pytest.mark.parametrize("everything", [False, True])
+def test_softcap(implementation: str, block_size: int, everything: bool) -> None:
     # tanh has no counterpart in scaled_dot_product_attention: the oracle is the formula, in float64.
     batch = Batch.random(LENS_Q, LENS_K)
-    scale = 0.7
-    out = attend(batch, block_size, causal=True, softmax_scale=scale, softcap=3.0)
+    slopes, sinks = torch.tensor([0.5, 0.0, 1.0, 0.1]), torch.tensor([0.0, 1.0, -1.0, 2.0])
+    options = {"alibi_slopes": slopes, "sinks": sinks, "window_size": (6, 0)} if everything else {}
+    out = attend(batch, block_size, causal=True, softmax_scale=0.7, softcap=3.0, **options)
     expected = []
     for q, k, v in batch.sequences():
         keys, values = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
-        scores = 3.0 * torch.tanh(torch.einsum("qhd,khd->hqk", q.double(), keys) * scale / 3.0)
-        seen = torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool()
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
-        expected.append(torch.einsum("hqk,khd->qhd", weights, values))
+        scores = 3.0 * torch.tanh(torch.einsum("qhd,khd->hqk", q.double(), keys) * 0.7 / 3.0)
+        behind = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+        if everything:
+            scores = scores - slopes.double()[:, None, None] * behind.abs()
+        seen = (behind >= 0) & (behind <= (6 if everything else 1000))
+        weights = scores.exp() * seen
+        total = weights.sum(-1, keepdim=True) + (sinks.double().exp()[:, None, None] if everything else 0.0)
+        expected.append(torch.einsum("hqk,khd->qhd", (weights / total).nan_to_num(0.0), values))
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=0, atol=2e-6)
 
 
@@ -149,12 +157,16 @@ def test_sequences_may_share_blocks(implementation: str) -> None:
     assert_within_budget(out, sdpa(batch, causal=True), sdpa(batch, causal=True, dtype=torch.float32))
 
 
-def test_blocks_left_of_the_window_may_be_gone(implementation: str) -> None:
+@pytest.mark.parametrize("nowhere", [-1, 2**31 - 1])
+def test_entries_that_no_visible_key_needs_are_not_looked_at(implementation: str, nowhere: int) -> None:
+    """Blocks left of the window may be gone, and the padding of the table may be anything."""
     batch = Batch.random([1, 2], [70, 40])
     expected = attend(batch, 16, causal=True, window_size=(8, 0))
     paged = page(batch, 16)
-    paged.table[0, :3] = -1  # key 69 sees 61..69: blocks 3 and 4
-    paged.table[1, :1] = -1  # keys 38, 39 see 30..39: blocks 1 and 2
+    paged.table[0, :3] = nowhere  # key 69 sees 61..69: blocks 3 and 4
+    paged.table[1, :1] = nowhere  # keys 38, 39 see 30..39: blocks 1 and 2
+    paged.table[0, 5:] = nowhere
+    paged.table[1, 3:] = nowhere
     caches = (batch.q, paged.k_cache, paged.v_cache)
     options = {"causal": True, "window_size": (8, 0), "block_table": paged.table}
     assert torch.equal(flash_attn_varlen_func(*caches, *batch.lengths, **options), expected)
@@ -233,3 +245,37 @@ def test_softmax_of_large_scores_does_not_overflow(implementation: str) -> None:
     assert torch.isfinite(lse).all()
     last_bit = torch.finfo(torch.float32).eps * scores.abs().max().item()
     torch.testing.assert_close(out.double(), sdpa(large, causal=True), rtol=0, atol=2 * last_bit)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Batch, int, dict]:
+    lens = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), min_size=1, max_size=5))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    batch = Batch.random(
+        [q for q, _ in lens],
+        [k for _, k in lens],
+        heads=(kv_heads * group, kv_heads),
+        head_dim=draw(st.integers(1, 72)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    window = st.integers(-1, 20)
+    options = {
+        "causal": draw(st.booleans()),
+        "window": (draw(window), draw(window)),
+        "sinks": torch.linspace(-2, 2, kv_heads * group) if draw(st.booleans()) else None,
+        "slopes": torch.linspace(1, 0, kv_heads * group) if draw(st.booleans()) else None,
+    }
+    return batch, draw(st.sampled_from([0, 1, 2, 8, 32])), options
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(case=cases())
+@pytest.mark.parametrize("room", IMPLEMENTATIONS)
+def test_any_shape_and_any_mask(room: str, case: tuple[Batch, int, dict]) -> None:
+    batch, block_size, options = case
+    ours = {"causal": options["causal"], "window_size": options["window"]}
+    ours |= {"sinks": options["sinks"], "alibi_slopes": options["slopes"]}
+    with backend.use(room):
+        out = attend(batch, block_size, **ours)
+    assert_within_budget(out, sdpa(batch, **options), sdpa(batch, **options, dtype=batch.q.dtype))
