@@ -475,7 +475,8 @@ def test_a_million_prompt_tokens_are_hashed_in_under_two_seconds() -> None:
 
 def test_the_cache_room_loads_no_torch() -> None:
     code = (
-        "import sys, octavo.cache.manager, octavo.cache.sizing, octavo.cache.spec, octavo.models.shapes, octavo.cli.kv;"
+        "import sys, octavo.cache.manager, octavo.cache.sizing, octavo.cache.spec\n"
+        "import octavo.models.shapes, octavo.cli.kv\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules or 'matplotlib' in sys.modules)"
     )
     assert (

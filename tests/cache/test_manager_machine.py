@@ -1,9 +1,9 @@
 """Random sequences against a model of what every slot holds.
 
-The model plays the device: it writes to the slots what the engine would compute. The K and V of a token depend on
-all tokens before it, so a slot holds (salt, tokens up to and including its own). A hit is right when its blocks
-hold exactly that for the tokens asked for, and complete when it is as long as the dictionary of committed prefixes
-says.
+The model plays the device: it writes to the slots what the engine would compute. The K and V of a token
+depend on all tokens before it, so a slot holds (salt, tokens up to and including its own). A hit is right
+when its blocks hold exactly that for the tokens asked for, and complete when it is as long as the dictionary
+of committed prefixes says.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ HASHES = {
     "one": lambda parent, tokens: 0,
     "few": lambda parent, tokens: (parent + sum(tokens)) % 3,
 }
-token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=10)
+# Few beginnings, so that sequences meet in the cache; then a tail of their own.
+BEGINNINGS = ([0] * 9, [0, 1] * 5, [0, 0, 0, 1, 1, 1])
+token_lists = st.builds(
+    lambda text, num, tail: (text[:num] + tail) or [0],
+    st.sampled_from(BEGINNINGS),
+    st.integers(0, 10),
+    st.lists(st.integers(0, 1), max_size=3),
+)
 salts = st.sampled_from(["", "a"])
 
 Prefix = tuple[str, tuple[int, ...]]
@@ -38,11 +45,12 @@ class Running:
 
 class ManagerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(3, 10),
+        num_slots=st.integers(12, 40),
         block_size=st.sampled_from([1, 2, 4]),
         hash_name=st.sampled_from(sorted(HASHES)),
     )
-    def start(self, num_blocks: int, block_size: int, hash_name: str) -> None:
+    def start(self, num_slots: int, block_size: int, hash_name: str) -> None:
+        num_blocks = num_slots // block_size
         self.cache = KVCacheManager(num_blocks, block_size, hash_fn=HASHES[hash_name])
         self.block_size = block_size
         self.slots: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -127,8 +135,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # Rules
 
-    @rule(tokens=token_lists, salt=salts)
-    def open(self, tokens: list[int], salt: str) -> None:
+    @rule(tokens=token_lists, salt=salts, num_now=st.integers(0, 12))
+    def open(self, tokens: list[int], salt: str, num_now: int) -> None:
         hit = self.match(tokens, salt)
         num_new = -(-len(tokens) // self.block_size) - len(hit.block_ids)
         fits = self.cache.can_allocate(num_new, hit.block_ids)
@@ -136,20 +144,38 @@ class ManagerMachine(RuleBasedStateMachine):
         self.cache.open(seq_id, hit, salt)
         self.running[seq_id] = Running(salt, list(tokens), hit.num_tokens, hit.num_tokens)
         assert self.grow(seq_id, len(tokens)) is fits
-        if not fits:
+        if fits:
+            self.compute(seq_id, num_now)
+            self.commit(seq_id)
+        else:
             self.cache.close(seq_id)
             del self.running[seq_id]
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), num=st.integers(1, 6), is_committed=st.booleans())
-    def compute(self, data: st.DataObject, num: int, is_committed: bool) -> None:
-        seq_id = self.draw_running(data)
+    def compute(self, seq_id: int, num: int) -> None:
         seq = self.running[seq_id]
         chunk = seq.tokens[seq.num_computed : seq.num_computed + num]
         if self.write(seq_id, seq.num_computed, chunk):
             seq.num_computed += len(chunk)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num=st.integers(1, 6), is_committed=st.booleans())
+    def run_chunk(self, data: st.DataObject, num: int, is_committed: bool) -> None:
+        seq_id = self.draw_running(data)
+        self.compute(seq_id, num)
         if is_committed:
             self.commit(seq_id)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), new_tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def decode(self, data: st.DataObject, new_tokens: list[int]) -> None:
+        """Finish the prompt, then token after token."""
+        seq_id = self.draw_running(data)
+        seq = self.running[seq_id]
+        for token in new_tokens:
+            self.compute(seq_id, len(seq.tokens))
+            self.commit(seq_id)
+            if seq.num_computed == len(seq.tokens) and self.grow(seq_id, len(seq.tokens) + 1):
+                seq.tokens.append(token)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -165,14 +191,6 @@ class ManagerMachine(RuleBasedStateMachine):
                 key = (seq.salt, tuple(seq.tokens[: (i + 1) * self.block_size]))
                 self.block_of.setdefault(key, table[i])
             seq.num_committed = seq.num_computed
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), token=st.integers(0, 1))
-    def sample(self, data: st.DataObject, token: int) -> None:
-        seq_id = self.draw_running(data)
-        seq = self.running[seq_id]
-        if seq.num_computed == len(seq.tokens) and self.grow(seq_id, len(seq.tokens) + 1):
-            seq.tokens.append(token)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), drafts=st.lists(st.integers(2, 3), min_size=1, max_size=3))
@@ -195,7 +213,7 @@ class ManagerMachine(RuleBasedStateMachine):
             parent.salt, list(parent.tokens), parent.num_computed, parent.num_committed, parent.is_findable
         )
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: len(self.running) > 1)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         seq_id = self.draw_running(data)
@@ -203,7 +221,15 @@ class ManagerMachine(RuleBasedStateMachine):
         del self.running[seq_id]
 
     @rule()
-    def reset(self) -> None:
+    def close_all(self) -> None:
+        for seq_id in sorted(self.running):
+            self.cache.close(seq_id)
+        self.running.clear()
+
+    @rule(is_wanted=st.integers(0, 9))
+    def reset(self, is_wanted: int) -> None:
+        if is_wanted < 9:  # rarely, or nothing is ever cached
+            return
         self.cache.reset_prefix_cache()
         self.block_of.clear()
         for seq in self.running.values():
@@ -226,4 +252,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestManager.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)

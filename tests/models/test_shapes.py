@@ -62,7 +62,8 @@ def test_latent_attention_keeps_one_vector() -> None:
          (None, None, None, 9)),
         ({"model_type": "gemma2", "sliding_window": 9}, (9, None, 9, None)),
         ({"model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 3}, (9, 9, None, 9)),
-        ({"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"] * 2}, (None, 9, None, 9)),
+        ({"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"] * 2},
+         (None, 9, None, 9)),
         ({"sliding_window": 9, "layer_types": ["full_attention"] * 4}, None),
     ],
 )  # fmt: skip
@@ -136,10 +137,10 @@ def test_an_unknown_dtype_is_a_config_error() -> None:
 @pytest.mark.parametrize(
     ("name", "kib"),
     [("qwen3-0.6b", 112), ("qwen3-1.7b", 112), ("qwen3-4b", 144), ("qwen3-8b", 144), ("qwen3-14b", 160),
-     ("qwen3-32b", 256), ("llama-3-8b", 128), ("llama-3-70b", 320), ("llama-3.2-1b", 32), ("llama-3.2-3b", 112),
-     ("smollm2-135m", 22.5), ("smollm2-360m", 40), ("smollm2-1.7b", 192), ("gpt2", 36), ("gpt2-medium", 96),
-     ("gpt2-large", 180), ("gpt2-xl", 300), ("mistral-7b-v0.1", 128), ("gemma-2-9b", 336), ("gemma-3-27b", 496),
-     ("deepseek-v3", 68.625)],
+     ("qwen3-32b", 256), ("llama-3-8b", 128), ("llama-3-70b", 320), ("llama-3.2-1b", 32),
+     ("llama-3.2-3b", 112), ("smollm2-135m", 22.5), ("smollm2-360m", 40), ("smollm2-1.7b", 192), ("gpt2", 36),
+     ("gpt2-medium", 96), ("gpt2-large", 180), ("gpt2-xl", 300), ("mistral-7b-v0.1", 128),
+     ("gemma-2-9b", 336), ("gemma-3-27b", 496), ("deepseek-v3", 68.625)],
 )  # fmt: skip
 def test_known_shapes_in_two_bytes(name: str, kib: float) -> None:
     assert kv_cache_spec(KNOWN_SHAPES[name]).bytes_per_token == kib * 1024

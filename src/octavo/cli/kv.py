@@ -193,7 +193,7 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
         if path.exists() or not hint:
             raise
         raise ModelError(
-            f"nothing is known under the name {model!r}{hint}; `octavo kv --list` shows the known shapes, and a "
+    """GGUF metadata under the names of a config.json; the dtype is float16, the default of llama.cpp."""
             "folder, config.json, .gguf file or Hugging Face repository id does as well"
         ) from error
     if source.kind == "gguf":
