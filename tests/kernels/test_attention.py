@@ -172,6 +172,35 @@ def test_entries_that_no_visible_key_needs_are_not_looked_at(implementation: str
     assert torch.equal(flash_attn_varlen_func(*caches, *batch.lengths, **options), expected)
 
 
+def test_indices_may_be_slices_of_larger_buffers(implementation: str) -> None:
+    """As a captured step has them: tables and prefix sums cut out of arrays for the largest batch."""
+    batch = Batch.random(LENS_Q, LENS_K)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0])
+    right = attend(batch, 16, causal=True, alibi_slopes=slopes)
+    paged, size = page(batch, 16), len(LENS_Q)
+    tables = torch.full((size + 3, paged.table.shape[1] + 5), 2**31 - 1, dtype=torch.int32)
+    tables[1 : size + 1, 2 : 2 + paged.table.shape[1]] = paged.table
+    table = tables[1 : size + 1, 2 : 2 + paged.table.shape[1]]
+    sums = torch.full((2, size + 9), -1, dtype=torch.int32)
+    sums[0, 3 : size + 4], sums[1, 3 : size + 4] = batch.cu_q, batch.cu_k
+    lengths = (sums[0, 3 : size + 4], sums[1, 3 : size + 4], 33, 70)
+    caches = (batch.q, paged.k_cache, paged.v_cache)
+    for biases in (slopes, slopes.expand(size, 4)):
+        options = {"causal": True, "block_table": table, "alibi_slopes": biases}
+        assert torch.equal(flash_attn_varlen_func(*caches, *lengths, **options), right)
+
+
+def test_outputs_may_be_strided(implementation: str) -> None:
+    batch = Batch.random(LENS_Q, LENS_K)
+    right = attend(batch, causal=True)
+    wide = torch.full((sum(LENS_Q), 6, 70), math.nan)
+    out = wide[:, 1:5, 3:67]
+    flash_attn_varlen_func(batch.q, batch.k, batch.v, *batch.lengths, causal=True, out=out)
+    assert torch.equal(out, right)
+    assert torch.isnan(wide[:, [0, 5]]).all()
+    assert torch.isnan(wide[:, :, [0, 1, 2, 67, 68, 69]]).all()
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_float32_queries_over_a_low_precision_cache(implementation: str, cache_dtype: torch.dtype) -> None:
     batch = Batch.random(LENS_Q, LENS_K)
