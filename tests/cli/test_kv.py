@@ -1,12 +1,15 @@
 """`octavo kv`: the figures, where a model may come from, and what is refused."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
+from octavo import LLM
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import KVCache
 from octavo.cli.kv import estimate_model
@@ -79,6 +82,12 @@ def test_the_figures_are_what_the_storage_allocates():
     cache = KVCache(estimate.spec, estimate.sizing.num_blocks)
     assert cache.nbytes == estimate.sizing.request_bytes == 7 * 16 * 46_080
     assert estimate.spec == KVCacheSpec(30, 3, 64, "float32")
+
+
+def test_the_figures_are_what_the_engine_allocates(kv_json, model_folder):
+    report = kv_json(model_folder, "--memory", "1MiB")
+    with LLM(model_folder, load_format="dummy", kv_cache_memory="1MiB") as llm:
+        assert llm.engine.runner.kv_cache.nbytes == report["num_blocks"] * report["bytes_per_block"] == 2**20
 
 
 def test_the_table_for_people(octavo):
@@ -246,3 +255,13 @@ def test_bad_config_files(octavo, tmp_path, text, message):
 def test_a_longer_context_is_sized_when_asked_for(kv_json):
     report = kv_json("gpt2", "--context", 1_025, "--max-len", 4_096)
     assert (report["blocks_per_request"], report["max_len"]) == (65, 4_096)
+
+
+def test_the_documented_example_and_keys(octavo, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/kv_sizing.md").read_text(encoding="utf-8")
+    example = page.split("```console\n$ octavo ")[1].split("```")[0]
+    command, shown = example.split("\n", 1)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert octavo(*command.split())[1] == shown
+    table = page.split("## JSON")[1]
+    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", table, re.MULTILINE)))) == KEYS
