@@ -252,4 +252,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestManager.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)

@@ -193,7 +193,7 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
         if path.exists() or not hint:
             raise
         raise ModelError(
-    """GGUF metadata under the names of a config.json; the dtype is float16, the default of llama.cpp."""
+            f"nothing is known under the name {model!r}{hint}; `octavo kv --list` shows the known shapes; a "
             "folder, config.json, .gguf file or Hugging Face repository id does as well"
         ) from error
     if source.kind == "gguf":
@@ -212,9 +212,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _config_from_gguf(path: Path) -> Mapping[str, Any]:
-    """GGUF metadata under the names of a config.json. Its dtype is float16, llama.cpp's default for the
-    cache.
-    """
+    """GGUF metadata under the names of a config.json; the dtype is float16, the default of llama.cpp."""
     from octavo.text.gguf_metadata import read_gguf_metadata
 
     metadata = read_gguf_metadata(path, lambda key: not key.startswith("tokenizer."))
