@@ -92,10 +92,22 @@ def test_the_choice_is_made_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatc
             silu_and_mul(torch.ones(1, 2, dtype=torch.float16))
 
 
+def test_a_fallback_for_an_unusual_call_is_recorded() -> None:
+    with backend.use("auto"):
+        before = backend.describe()
+        assert silu_and_mul(torch.ones(1, 2, dtype=torch.float64)).dtype == torch.float64
+        assert backend.describe() == [
+            *before,
+            backend.BackendStatus(
+                "silu_and_mul", "cpu", False, "no compiled kernel for torch.float64 (x dtype torch.float64)"
+            ),
+        ]
+
+
 def test_use_restores_what_was_before() -> None:
     with backend.use("reference"):
         with backend.use("cpu"):
-            assert backend.implementation_of("silu_and_mul") == "cpu"
+            assert backend.implementation_of("silu_and_mul") == backend.forced() == "cpu"
         assert backend.implementation_of("silu_and_mul") == "reference"
     with pytest.raises(ConfigError, match=r"unknown kernel room 'refrence'.*did you mean 'reference'"):
         backend.use("refrence").__enter__()

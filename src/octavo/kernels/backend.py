@@ -55,14 +55,20 @@ _NO_TRITON = "this version of Octavo has no Triton kernels"
 
 Kernel = Callable[..., Any]
 
+
+class _Choice(NamedTuple):
+    room: str
+    function: Kernel
+    passed_over: tuple[tuple[str, str], ...]  # the better rooms that could not, each with its reason
+
+
 _forced: str | None = None  # by `use`; None leaves the choice to the environment
-_selected: dict[tuple[Any, ...], tuple[str, Kernel]] = {}
+_selected: dict[tuple[Any, ...], _Choice] = {}
 
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """One implementation of one kernel on this machine: whether it runs, whether it is the one, and why
-    not."""
+    """One implementation of one kernel: whether it runs here, if not why, and whether it is the one used."""
 
     kernel: str
     implementation: str
@@ -91,14 +97,14 @@ def select(kernel: str, device_type: str, *facts: Any) -> Kernel:
     found = _selected.get(key)
     if found is None:
         found = _selected[key] = _choose(kernel, device_type, facts)
-    return found[1]
+    return found.function
 
 
 def implementation_of(kernel: str, device_type: str = "cpu", *facts: Any) -> str:
     """The name of the room that `select` takes, for reports; without facts, for the ordinary case."""
     facts = facts or KERNELS[kernel][2]
     select(kernel, device_type, *facts)
-    return _selected[(kernel, device_type, *facts)][0]
+    return _selected[(kernel, device_type, *facts)].room
 
 
 @contextmanager
@@ -115,8 +121,23 @@ def use(room: str) -> Iterator[None]:
 
 
 def describe() -> list[BackendStatus]:
-    """Every implementation of every kernel on this machine's CPU, for its ordinary case, best first."""
-    return [*(status for kernel in KERNELS for status in _describe(kernel)), *_describe_linear()]
+    """Every implementation of every kernel on this machine's CPU, best first.
+
+    First for each kernel's ordinary case, then what else fell back in this process: a call with facts
+    (dtypes, sizes) that a better room could not do.
+    """
+    ordinary = [*(status for kernel in KERNELS for status in _describe(kernel)), *_describe_linear()]
+    return ordinary + [
+        BackendStatus(kernel, room, False, reason)
+        for (kernel, _, *facts), choice in _selected.items()
+        for room, reason in choice.passed_over
+        if tuple(facts) != KERNELS[kernel][2]
+    ]
+
+
+def forced() -> str:
+    """The room that `use` or OCTAVO_KERNELS asks for; `auto` when nobody does."""
+    return _forced or _known_room(os.environ.get(_VARIABLE) or "auto", _VARIABLE)
 
 
 def _describe_linear() -> Iterator[BackendStatus]:
@@ -187,15 +208,17 @@ def _known_room(room: str, where: str) -> str:
     return room
 
 
-def _choose(kernel: str, device_type: str, facts: tuple[Any, ...]) -> tuple[str, Kernel]:
-    forced = _forced or _known_room(os.environ.get(_VARIABLE) or "auto", _VARIABLE)
-    rooms = _ROOMS_FOR_DEVICE.get(device_type, ("reference",)) if forced == "auto" else (forced,)
+def _choose(kernel: str, device_type: str, facts: tuple[Any, ...]) -> _Choice:
+    wanted = forced()
+    rooms = _ROOMS_FOR_DEVICE.get(device_type, ("reference",)) if wanted == "auto" else (wanted,)
+    passed_over: list[tuple[str, str]] = []
     for room in rooms:
         function, reason = _load(room, kernel, facts)
         if function is not None:
-            return room, function
+            return _Choice(room, function, tuple(passed_over))
+        passed_over.append((room, reason))
     raise UnsupportedKernelConfig(
-        f"{kernel}: the {forced!r} kernels are forced and cannot run this: {reason}. "
+        f"{kernel}: the {wanted!r} kernels are forced and cannot run this: {passed_over[-1][1]}. "
         f"Unset {_VARIABLE} to fall back to the reference."
     )
 
