@@ -135,7 +135,7 @@ def size_requests(
         waste_tokens=waste_tokens,
         waste_bytes=waste_tokens * spec.bytes_per_token,
         contiguous_bytes=contiguous,
-        requests_fit=None if memory_bytes is None else num_blocks_for_bytes(spec, memory_bytes) // num_blocks,
+        requests_fit=None if memory_bytes is None else memory_bytes // paged,
         windowed_requests_fit=None if memory_bytes is None else memory_bytes // windowed,
         contiguous_requests_fit=None if memory_bytes is None else memory_bytes // contiguous,
     )

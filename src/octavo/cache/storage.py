@@ -69,8 +69,8 @@ class KVCache:
         """
         run: dict[int, int] = {}
         for src, dst in copies:
-            # Within a run all reads come before all writes, so a source written or a target repeated ends it.
-            if src in run or dst in run:
+            # Within a run all reads come before all writes, so reading what the run writes must start a new one.
+            if src in run:
                 self._copy_run(run)
                 run = {}
             run[dst] = src
