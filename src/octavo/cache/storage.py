@@ -64,12 +64,10 @@ class KVCache:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy block `src` to block `dst` in every layer, for each pair in order: a later pair sees an
-        earlier one.
-        """
+        """Copy block `src` to block `dst` in every layer, pair after pair: later ones see earlier ones."""
         run: dict[int, int] = {}
         for src, dst in copies:
-            # Within a run all reads come before all writes, so reading what the run writes must start a new one.
+            # In a run all reads come before all writes, so reading what it writes must start a new one.
             if src in run:
                 self._copy_run(run)
                 run = {}
