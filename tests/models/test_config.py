@@ -48,6 +48,7 @@ def without(*keys: str) -> dict[str, Any]:
         ({"head_dim": None}, 64, 1024, 2048),
         ({"head_dim": 80}, 80, 1280, 2560),
         ({"model_type": "mistral"}, 64, 1024, 2048),
+        ({"model_type": "mistral", "hidden_size": 1000, "head_dim": 64}, 64, 1024, 2048),
         ({"model_type": "qwen2"}, 64, 1024, 2048),
     ],
     ids=[
@@ -59,6 +60,7 @@ def without(*keys: str) -> dict[str, Any]:
         "llama-null",
         "llama-stated",
         "mistral",
+        "uneven",
         "qwen2",
     ],
 )

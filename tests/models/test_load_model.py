@@ -150,7 +150,7 @@ def test_the_logits_of_some_rows_are_those_rows(tiny: str) -> None:
 
 def test_loading_holds_the_weights_once(tmp_path: Path) -> None:
     """Peak memory: the packed weights, one matrix more, and what the libraries themselves take."""
-    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "vocab_size": 4096}
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 14, "vocab_size": 4096}
     code = f"""
 import json, resource, sys
 from pathlib import Path
@@ -184,6 +184,6 @@ else:
 
     run("write")
     weights_nbytes, grown = map(int, run("read").split())
-    largest = 2 * 4096 * 1024 * 4
+    largest = 2 * 2048 * 512 * 4
     assert weights_nbytes > 150e6
     assert grown < weights_nbytes + largest + 16e6

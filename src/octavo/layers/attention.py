@@ -57,7 +57,7 @@ class Attention:
         """
         num_tokens = x.shape[0]
         qkv = self.qkv(x).view(num_tokens, self.num_heads_in_all, self.head_dim)
-        q, k, v = torch.split(qkv, self.heads, dim=1)
+        q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         apply_rotary(q, k, self.rope_table, positions)

@@ -13,8 +13,8 @@ from octavo.kernels.linear import Form, PackedWeight, pack_weight
 from octavo.layers.linear import Linear
 from octavo.models.weights.checkpoint import Checkpoint, Shape
 
-# A scratch matrix this much too large is given back: the embedding's would outlive its use.
-_SCRATCH_EXCESS = 8
+# The C library gives blocks above this back to the system when they are freed; smaller ones may leave holes.
+_SCRATCH_BYTES = 32 * 2**20
 
 
 class Progress(Protocol):
@@ -94,10 +94,11 @@ class Parameters:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _scratch(self, shape: Shape) -> torch.Tensor:
-        """Room for one matrix, used again for the next: freeing each would leave holes in the heap."""
+        """Room for one matrix to be packed from. Small ones share it: holes would outlive loading."""
         size = math.prod(shape)
-        if not size <= self._buffer.numel() <= _SCRATCH_EXCESS * size:
-            self._buffer = torch.empty(0, dtype=self._dtype)  # gone before its successor is there
+        if size * self._dtype.itemsize > _SCRATCH_BYTES:
+            return torch.empty(shape, dtype=self._dtype)
+        if self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=self._dtype)
         return self._buffer[:size].view(shape)
 

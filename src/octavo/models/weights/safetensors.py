@@ -41,6 +41,7 @@ class SafetensorsCheckpoint:
         self.name = str(folder)
         self._entries: dict[str, _Entry] = {}
         self._files: dict[Path, BufferedReader] = {}
+        self._chunk = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
         try:
             for path in _shards(folder):
                 for name, entry in _read_header(path, self._open(path)).items():
@@ -70,7 +71,7 @@ class SafetensorsCheckpoint:
         if dtype == out.dtype:
             self._fill(file, flat, entry)
             return
-        chunk = torch.empty(min(flat.numel(), _CHUNK_BYTES // dtype.itemsize), dtype=dtype)
+        chunk = self._chunk.view(dtype)
         for start in range(0, flat.numel(), chunk.numel()):
             part = chunk[: flat.numel() - start]
             self._fill(file, part, entry)
