@@ -13,7 +13,8 @@ from helpers.text import letters_backend
 
 from octavo import LLM, CapacityError, ConfigError, EngineError, ModelError, RequestError, SamplingParams
 
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+CHAT_TEMPLATE = """{% for m in messages -%}
+{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"""
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     letters_backend(52).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
     (path / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [7, 9], "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 5})
+        json.dumps({"eos_token_id": [7, 9], "temperature": 0.7, "max_new_tokens": 5})
     )
     return path
 
@@ -58,7 +59,7 @@ def test_one_or_many_text_or_ids_give_the_same(llm: LLM) -> None:
 def test_params_one_for_all_one_each_or_the_models_own(llm: LLM) -> None:
     short = SamplingParams(max_tokens=2, ignore_eos=True)
     assert [len(out) for out in ids(llm, ["ab", "cd"], [short, GREEDY])] == [2, 8]
-    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9, max_tokens=5)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, max_tokens=5)
     assert all(len(out) <= 5 for out in ids(llm, ["ab"], None))
     with pytest.raises(RequestError, match="sampling_params has 1 entries for 2 prompts; give one"):
         llm.generate(["a", "b"], [short])
@@ -244,3 +245,14 @@ def test_kv_dtype_apart_from_the_models(folder: Path, llm: LLM) -> None:
         assert half.config.dtype == "float32"
         assert half.engine.runner.kv_cache.nbytes == 16 * 16 * 2 * 3 * 2 * 16 * 2
         assert ids(half, "hello")[0][:3] == ids(llm, "hello")[0][:3]
+
+
+def test_calls_that_nano_vllm_users_have_in_their_fingers(folder: Path) -> None:
+    with LLM(str(folder), enforce_eager=True, tensor_parallel_size=1) as llm:
+        outputs = llm.generate(["introduce", "list"], SamplingParams(temperature=0.6, max_tokens=4))
+        assert all(isinstance(output.text, str) and len(output.token_ids) <= 4 for output in outputs)
+    with LLM(str(folder), enforce_eager=False, max_model_len=48) as llm:
+        prompts = [[1, 2, 3], [4] * 20]
+        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in (5, 9)]
+        llm.generate(["Benchmark"], SamplingParams())
+        assert [len(o.token_ids) for o in llm.generate(prompts, params, use_tqdm=False)] == [5, 9]

@@ -1,1 +1,1 @@
-"""The engine: schedule -> run -> sample -> commit -> emit. Import the modules you need; this file loads nothing."""
+"""The engine: schedule -> run -> sample -> commit -> emit. Import the modules you need."""
