@@ -52,11 +52,12 @@ class Job:
         return sum(map(len, self.prompts)) if self.counts_prompt else sum(self.num_new)
 
 
-def jobs() -> list[Job]:
+def jobs(shrink: int = 1) -> list[Job]:
+    """The workloads; `shrink` divides every length, for trying the script out."""
     rng = random.Random(0)
 
     def prompt(length: int) -> list[int]:
-        return [rng.randrange(20, 10_000) for _ in range(length)]
+        return [rng.randrange(20, 10_000) for _ in range(length // shrink)]
 
     fast = ("float16", "int8")
     mixed = [rng.randint(30, 150) for _ in range(16)]
@@ -64,7 +65,7 @@ def jobs() -> list[Job]:
         Job(
             "one stream, 40 prompt and 128 new tokens",
             [prompt(40)],
-            [128],
+            [128 // shrink],
             {
                 "float32": [(TF32, 2.0), ("faster Transformers", 1.2)],
                 **{name: [(LLAMA, 0.5)] for name in fast},
@@ -73,13 +74,13 @@ def jobs() -> list[Job]:
         Job(
             "16 requests of 50 prompt and 128 new tokens",
             [prompt(50) for _ in range(16)],
-            [128] * 16,
+            [128 // shrink] * 16,
             {"float32": [(TF32, 2.2)], **{name: [(LLAMA, 1.8)] for name in fast}},
         ),
         Job(
             "16 requests of 30 to 150 prompt and 32 to 128 new tokens",
             [prompt(length) for length in mixed],
-            [rng.randint(32, 128) for _ in range(16)],
+            [rng.randint(32, 128) // shrink for _ in range(16)],
             {"float32": [(TF32, 2.2)], **{name: [(LLAMA, 1.8)] for name in fast}},
         ),
         Job(
@@ -193,10 +194,14 @@ def main() -> None:
     parser.add_argument(
         "--quiet-s", type=float, default=30, help="longest wait for an idle machine before a run"
     )
+    parser.add_argument(
+        "--try-out", action="store_true", help="one round of sixteenth lengths: numbers mean nothing"
+    )
     options = parser.parse_args()
 
     source = resolve_model(MODEL)
-    all_jobs = jobs()
+    all_jobs = jobs(16 if options.try_out else 1)
+    rounds = 1 if options.try_out else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         write_hf_folder(source, Path(folder))
         start = Contestant.start
@@ -217,7 +222,7 @@ def main() -> None:
             short = Job(job.name, [prompt[:16] for prompt in job.prompts], [2] * len(job.prompts), {})
             for contestant in everyone:
                 contestant.run(short)
-            for _ in range(options.rounds):
+            for _ in range(rounds):
                 for contestant in everyone:
                     noise.append(wait_until_quiet(options.quiet_s))
                     reply = contestant.run(job)
@@ -256,7 +261,7 @@ def main() -> None:
     write_result(
         options.json,
         rows,
-        command=f"python bench/compare_cpu.py --rounds {options.rounds}",
+        command=f"python bench/compare_cpu.py --rounds {rounds}",
         extra_versions=versions,
     )
     print(f"wrote {options.json}")

@@ -122,6 +122,7 @@ def test_a_table_shows_values_peers_and_promises():
 
 def test_a_pattern_picks_rows_and_must_match_some():
     assert "one stream" not in table(RESULT, "lo*")
+    assert table(RESULT, "lo* | one*") == table(RESULT)
     with pytest.raises(ResultFileError, match=r"no row .* matches 'x'"):
         table(RESULT, "x")
 

@@ -1,4 +1,4 @@
-from octavo.bench.timing import interleaved, peak_rss_bytes, rss_bytes, seconds
+from octavo.bench.timing import interleaved, peak_rss_bytes, private_bytes, rss_bytes, seconds
 
 
 def test_variants_run_in_turn():
@@ -19,3 +19,4 @@ def test_memory_is_told_in_bytes():
     assert rss_bytes() > 10 * 2**20
     # The kernel updates the two counters at different moments, so they are compared loosely.
     assert peak_rss_bytes() > rss_bytes() // 2
+    assert 0 < private_bytes() < rss_bytes()

@@ -7,7 +7,7 @@ A result file is ``bench/results/<hardware>/<name>.json``::
                "floor": number | null, "peers": {str: number}, "ratio": {str: number}}]}
 
 `ratio` is how many times better Octavo is than that peer, in the direction of `better`. A document asks
-for a table with ``<!-- results: <hardware>/<name> [row name pattern] -->`` and ``<!-- /results -->``
+for a table with ``<!-- results: <hardware>/<name> [row name | pattern] -->`` and ``<!-- /results -->``
 around it; ``python -m octavo.bench.report`` fills in what stands between, ``--check`` only compares.
 """
 
@@ -212,8 +212,11 @@ def number(value: float) -> str:
 
 
 def table(result: dict[str, Any], pattern: str = "*") -> str:
-    """A Markdown table of the rows whose name matches `pattern`, and a line that says where it is from."""
-    rows = [row for row in result["rows"] if fnmatch.fnmatch(row["name"], pattern)]
+    """A Markdown table of the rows whose name matches `pattern` (alternatives are separated by ``|``), and a
+    line that says where it is from.
+    """
+    alternatives = [alternative.strip() for alternative in pattern.split("|")]
+    rows = [row for row in result["rows"] if any(fnmatch.fnmatch(row["name"], a) for a in alternatives)]
     if not rows:
         raise ResultFileError(f"no row of {result['command']!r} matches {pattern!r}")
     peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))

@@ -14,7 +14,6 @@ from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
-
     from octavo.outputs import RequestOutput
 
 

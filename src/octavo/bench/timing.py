@@ -45,3 +45,12 @@ def rss_bytes() -> int:
     import resource
 
     return pages * resource.getpagesize()
+
+
+def private_bytes() -> int:
+    """Memory this process holds that no file backs; 0 where /proc does not exist."""
+    try:
+        with open("/proc/self/smaps_rollup") as smaps:
+            return next(1024 * int(line.split()[1]) for line in smaps if line.startswith("Anonymous:"))
+    except OSError:
+        return 0
