@@ -71,10 +71,10 @@ def test_a_room_that_does_not_import_falls_back_and_says_why(monkeypatch: pytest
 
 def test_a_room_that_refuses_gives_its_reason_with_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_room(monkeypatch, Refusing)
-    reason = "only odd Tuesdays (x dtype torch.float32)"
     with backend.use("auto"):
-        assert backend.implementation_of("silu_and_mul", "cpu", torch.float32) == "reference"
-        assert reason in {status.reason for status in backend.describe() if status.kernel == "silu_and_mul"}
+        assert backend.implementation_of("silu_and_mul", "cpu", torch.float16) == "reference"
+        reasons = {status.reason for status in backend.describe() if status.kernel == "silu_and_mul"}
+    assert {"only odd Tuesdays", "only odd Tuesdays (x dtype torch.float16)"} <= reasons
     with (
         backend.use("cpu"),
         pytest.raises(UnsupportedKernelConfig, match=r"silu_and_mul: the 'cpu' kernels are forced.*Tuesdays"),

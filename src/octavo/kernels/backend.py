@@ -224,7 +224,7 @@ def _choose(kernel: str, device_type: str, facts: tuple[Any, ...]) -> _Choice:
 
 
 def _load(room: str, kernel: str, facts: tuple[Any, ...]) -> tuple[Kernel | None, str]:
-    module_name, names, _ = KERNELS[kernel]
+    module_name, names, ordinary = KERNELS[kernel]
     if room == "triton":
         return None, _NO_TRITON
     try:
@@ -233,6 +233,8 @@ def _load(room: str, kernel: str, facts: tuple[Any, ...]) -> tuple[Kernel | None
         return None, f"its module does not import ({error})"
     if room != "reference":
         reason = module.supports(*facts)
+        if reason is not None and facts == ordinary:
+            return None, reason
         if reason is not None:
             told = ", ".join(f"{name} {fact}" for name, fact in zip(names, facts, strict=True))
             return None, f"{reason} ({told})"
