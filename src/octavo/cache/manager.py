@@ -229,8 +229,7 @@ class KVCacheManager:
         return copies
 
     def close(self, seq_id: int) -> None:
-        """Give all blocks back, the last one first, so that the end of a sequence is evicted before its
-        start.
+        """Give all blocks back, the last one first: the end of a sequence is evicted before its start.
 
         Blocks without another owner become cached when they can be found, else free.
         """

@@ -28,9 +28,7 @@ _UNITS: dict[str, int] = {
 
 
 def parse_memory(text: int | str) -> int:
-    """Bytes from "24GiB" (2**30), "24GB" (10**9), "512MiB", "1.5GiB" or a plain number of bytes; else
-    ConfigError.
-    """
+    """Bytes from "24GiB" (2**30), "24GB" (10**9), "1.5MiB" or a plain number; ConfigError for the rest."""
     number: float | int | None = None
     unit = ""
     if isinstance(text, int) and not isinstance(text, bool):

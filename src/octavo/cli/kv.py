@@ -1,6 +1,4 @@
-"""`octavo kv MODEL`: what the KV cache of a model costs, and how many requests a memory holds. No weights, no
-torch.
-"""
+"""`octavo kv MODEL`: what the KV cache of a model costs, and how many requests a memory holds. No torch."""
 
 from __future__ import annotations
 
