@@ -90,7 +90,13 @@ def test_prompts_of_at_most_one_block_never_hit(tokens: list[int]) -> None:
 
 def test_the_salt_is_part_of_the_prefix() -> None:
     cache = KVCacheManager(8, 2)
-    assert [run(cache, i, [1, 2, 3], salt=salt) for i, salt in enumerate(["a", "b", "a", ""])] == [0, 0, 2, 0]
+    assert [run(cache, i, [1, 2, 3], salt=salt) for i, salt in enumerate(["", "a", "b", "a", ""])] == [
+        0,
+        0,
+        0,
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -457,19 +463,19 @@ def test_grow_and_commit_without_a_new_block_take_well_under_a_microsecond() -> 
     cache.grow(0, 1000)
     cache.commit(0, tokens, 1000)
     for call in (lambda: cache.grow(0, 1000), lambda: cache.commit(0, tokens, 1000)):
-        assert min(timeit.repeat(call, number=10_000, repeat=7)) / 10_000 < 1e-6
+        assert min(timeit.repeat(call, timer=time.process_time, number=10_000, repeat=7)) / 10_000 < 1e-6
 
 
 def test_a_million_prompt_tokens_are_hashed_in_under_two_seconds() -> None:
     draw = random.Random(0)
     prompts = [[draw.randrange(150_000) for _ in range(1_000)] for _ in range(1_000)]
     cache = KVCacheManager(63_000, 16)
-    start = time.perf_counter()
+    start = time.process_time()  # the tests may share their cores
     for seq_id, prompt in enumerate(prompts):
         cache.open(seq_id, cache.match_prefix(prompt))
         cache.grow(seq_id, 1_000)
         cache.commit(seq_id, prompt, 1_000)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
     assert cache.num_owned == 63_000
 
 

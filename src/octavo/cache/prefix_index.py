@@ -159,7 +159,7 @@ class PrefixIndex:
             current = current.parent
 
     def check(self, held: Sequence[Prefix] = ()) -> None:
-        """Raise AssertionError when blocks and links disagree; `held` lists the callers' holds, with repeats."""
+        """Raise AssertionError when blocks and links disagree; `held` lists every hold of a caller."""
         links = [link for bucket in self._buckets.values() for link in bucket]
         users: dict[Prefix, int] = dict.fromkeys([*links, *self._roots.values()], 0)
         for link in links:
