@@ -28,6 +28,8 @@ def write_kv_cache(
         slot_mapping   5  -1   2        block 0: . . k2 .     (block_size 4; token 1 is padding)
         k             k0  k1  k2        block 1: . k0 .  .
 
+    docs/kv_cache_layout.md draws the layout and works through the slots of three requests.
+
     Args:
         k, v: (T, num_kv_heads, head_dim); float32, float16, bfloat16 or float64; any strides with a
             contiguous last dimension (slices of a fused qkv are fine). Converted to the dtype of the caches.
