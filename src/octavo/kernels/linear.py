@@ -41,6 +41,7 @@ _FLOAT16_MAX = 65504.0
 _ROWS_AT_ONCE = 4096  # quantised together, a multiple of nothing in particular: bounds the temporaries
 _PARALLEL_WORK = 1 << 16  # multiplications below which waking other threads costs more than it brings
 _TASKS = 32  # about as many per call: enough to even out a thread that was held up
+_IDS_PER_TASK = 8
 _ITEMS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
 
@@ -178,12 +179,7 @@ def embedding(ids: Tensor, w: PackedWeight) -> Tensor:
             raise checks.wrong("embedding", "every id", f"from 0 to {w.shape[0] - 1}", got)
     if w.form == "dense":
         return functional.embedding(ids, w.data)
-    panel = w.data.shape[2]
-    i_panel, column = ids // panel, ids % panel
-    rows = w.data[i_panel, :, column].float()
-    if w.scales is not None:
-        rows *= w.scales[i_panel, :, column].repeat_interleave(GROUP, dim=1)[:, : w.shape[1]]
-    return rows
+    return _embedding_packed(ids, w)
 
 
 def _unpackable(weight: Tensor) -> str | None:
@@ -254,4 +250,24 @@ def _linear_packed(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
     )
     kernel = linear_kernel.linear_kernel(w.form)
     threads.run(kernel, parameters, parallel=rows * columns * depth >= _PARALLEL_WORK)
+    return out
+
+
+def _embedding_packed(ids: Tensor, w: PackedWeight) -> Tensor:
+    from octavo.kernels.cpu import linear_kernel, threads
+
+    ids = ids.to(torch.int64).contiguous()
+    out = torch.empty((ids.shape[0], w.shape[1]))
+    parameters = (
+        ids.shape[0],
+        w.shape[1],
+        ids.data_ptr(),
+        w.data.data_ptr(),
+        0 if w.scales is None else w.scales.data_ptr(),
+        GROUP,
+        out.data_ptr(),
+        _IDS_PER_TASK,
+    )
+    kernel = linear_kernel.embedding_kernel(w.form)
+    threads.run(kernel, parameters, parallel=ids.shape[0] > 2 * _IDS_PER_TASK)
     return out

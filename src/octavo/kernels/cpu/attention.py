@@ -30,13 +30,17 @@ def _float_bits(value: float) -> int:
     return bits
 
 
+_kept: list[Tensor] = []  # what `_constants` gave addresses of
+
+
 @functools.cache
-def _constants() -> Tensor:
-    """A row of zeros as wide as a tile, then 0, 1, 2, ... as wide as a vector."""
+def _constants() -> tuple[int, int]:
+    """Addresses of a row of zeros as wide as a tile, and of 0, 1, 2, ... as wide as a vector."""
     from octavo.kernels.cpu.attention_kernel import tile_columns
 
-    lanes = host.vector_shape().lanes
-    return torch.cat((torch.zeros(tile_columns()), torch.arange(lanes, dtype=torch.float32)))
+    zeros, lane_numbers = torch.zeros(tile_columns()), torch.arange(float(host.vector_shape().lanes))
+    _kept.extend((zeros, lane_numbers))
+    return zeros.data_ptr(), lane_numbers.data_ptr()
 
 
 def varlen_attention(
@@ -82,17 +86,17 @@ def varlen_attention(
     q_item, kv_item = q.element_size(), k.element_size()
     paged = block_table is not None
     cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    constants = _constants()
-    scratch_size = attention_kernel.scratch_bytes(group, head_dim)
-    k_strides, v_strides = k.stride(), v.stride()
+    zeros, lane_numbers = _constants()
+    task = attention_kernel.task_shape(group, head_dim)
+    q_strides, k_strides, v_strides, out_strides = q.stride(), k.stride(), v.stride(), out.stride()
     parameters = (
         batch,
         group,
         num_kv_heads,
         head_dim,
         q.data_ptr(),
-        q.stride(0) * q_item,
-        q.stride(1) * q_item,
+        q_strides[0] * q_item,
+        q_strides[1] * q_item,
         k.data_ptr(),
         k_strides[0] * kv_item,
         k_strides[-3] * kv_item,
@@ -102,8 +106,8 @@ def varlen_attention(
         v_strides[-3] * kv_item,
         v_strides[-2] * kv_item,
         out.data_ptr(),
-        out.stride(0) * q_item,
-        out.stride(1) * q_item,
+        out_strides[0] * q_item,
+        out_strides[1] * q_item,
         0 if lse is None else lse.data_ptr(),
         0 if lse is None else lse.stride(0) * 4,
         cu_seqlens_q.data_ptr(),
@@ -118,12 +122,12 @@ def varlen_attention(
         slopes,
         slopes_row,
         0 if sinks is None else sinks.data_ptr(),
-        max(1, attention_kernel.ROWS_PER_TASK // group),
-        attention_kernel.scratch_rows(group),
-        constants.data_ptr(),
-        constants.data_ptr() + attention_kernel.tile_columns() * 4,
-        scratch_size,
-        threads.scratch(scratch_size),
+        task.tokens,
+        task.rows,
+        zeros,
+        lane_numbers,
+        task.scratch_bytes,
+        threads.scratch(task.scratch_bytes),
     )
     work = num_tokens * num_heads * max_seqlen_k * head_dim
     kernel = attention_kernel.attention_kernel(_NAMES[q.dtype], _NAMES[k.dtype])

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from numba import float32
 
@@ -66,18 +67,23 @@ def tile_columns() -> int:
     return shape.lanes * _TILES[shape.name][0]
 
 
-def scratch_rows(group: int) -> int:
-    """Rows of one task, rounded up for aligned scratch arrays."""
-    rows = max(1, ROWS_PER_TASK // group) * group
-    return -(-rows // _ALIGN_ROWS) * _ALIGN_ROWS
+class TaskShape(NamedTuple):
+    """How a task is cut for one group size and head dimension."""
+
+    tokens: int
+    rows: int  # rounded up for aligned scratch arrays
+    scratch_bytes: int  # of one worker: q, scores, accumulators, m, l; K transposed, V; key addresses
 
 
-def scratch_bytes(group: int, head_dim: int) -> int:
-    """Scratch memory of one worker: q, scores, accumulators, m, l; K transposed, V; key addresses."""
-    rows, columns = scratch_rows(group), tile_columns()
+@functools.cache
+def task_shape(group: int, head_dim: int) -> TaskShape:
+    """The task for `group` query heads a KV head."""
+    tokens = max(1, ROWS_PER_TASK // group)
+    rows = -(-tokens * group // _ALIGN_ROWS) * _ALIGN_ROWS
+    columns = tile_columns()
     padded = -(-head_dim // columns) * columns
     floats = rows * (head_dim + KEYS + padded + 2) + KEYS * (head_dim + padded)
-    return floats * FLOAT_BYTES + KEYS * 2 * 8
+    return TaskShape(tokens, rows, floats * FLOAT_BYTES + KEYS * 2 * 8)
 
 
 @functools.cache

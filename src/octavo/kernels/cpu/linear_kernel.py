@@ -1,4 +1,4 @@
-"""The loops of ``out = x @ w.T (+ bias)`` around the register tile.
+"""The loops of ``out = x @ w.T (+ bias)`` around the register tile, and reading rows of a packed weight.
 
 A packed weight is ``[N / panel][K][panel]``: one panel holds `panel` output columns, K steps long, and is
 read front to back. Work is cut into tasks of a few panels; a worker takes one task after another. Inside a
@@ -41,6 +41,12 @@ def linear_kernel(dtype: str) -> int:
     """Address of the kernel for weights of `dtype` ("float32", "float16", "int8") on this host."""
     shape = vector_shape()
     return compile_kernel(_linear(dtype, shape.lanes, shape.vectors, shape.max_rows, source_digest()))
+
+
+@functools.cache
+def embedding_kernel(dtype: str) -> int:
+    """Address of the kernel that reads rows of a packed weight."""
+    return compile_kernel(_embedding(dtype, vector_shape().panel, source_digest()))
 
 
 def _linear(dtype: str, lanes: int, vectors: int, max_rows: int, digest: str) -> Callable[[int], None]:
@@ -111,3 +117,37 @@ def _linear(dtype: str, lanes: int, vectors: int, max_rows: int, digest: str) ->
                             )  # fmt: skip
 
     return linear
+
+
+def _embedding(dtype: str, panel: int, digest: str) -> Callable[[int], None]:
+    item = ITEM_BYTES[dtype]
+    is_int8 = 1 if dtype == "int8" else 0
+
+    def embedding(cell: int) -> None:
+        digest  # noqa: B018  # part of the cache key
+        block = load_i64(cell, 0)
+        num_ids = load_i64(block, 2)
+        k_size = load_i64(block, 3)
+        ids = load_i64(block, 4)
+        w = load_i64(block, 5)
+        scales = load_i64(block, 6)
+        group = load_i64(block, 7)
+        out = load_i64(block, 8)
+        ids_per_task = load_i64(block, 9)
+        num_groups = (k_size + group - 1) // group
+        while True:
+            first = take(block, 0) * ids_per_task
+            if first >= num_ids:
+                break
+            for i in range(first, min(first + ids_per_task, num_ids)):
+                # One row lies across its panel: k goes from one panel row to the next.
+                i_panel = load_i64(ids, i) // panel
+                column = load_i64(ids, i) % panel
+                for k in range(k_size):
+                    value = load(w + ((i_panel * k_size + k) * panel + column) * item, dtype, 1)
+                    if is_int8:
+                        s_at = scales + ((i_panel * num_groups + k // group) * panel + column) * 4
+                        value = value * load(s_at, "float32", 1)
+                    store(out + (i * k_size + k) * 4, value, "float32")
+
+    return embedding

@@ -100,6 +100,8 @@ def run(kernel: int, parameters: Sequence[int], *, parallel: bool) -> None:
 
 class _Scratch(threading.local):
     buffer: torch.Tensor | None = None
+    size = -1
+    address = 0
 
 
 _scratch = _Scratch()
@@ -108,7 +110,9 @@ SCRATCH_ALIGNMENT = 64
 
 def scratch(bytes_per_worker: int) -> int:
     """Address of scratch memory for every worker of this thread's next `run`, cache-line aligned, unset."""
-    size = bytes_per_worker * max(1, torch.get_num_threads()) + SCRATCH_ALIGNMENT
-    if _scratch.buffer is None or _scratch.buffer.numel() < size:
-        _scratch.buffer = torch.empty(size, dtype=torch.uint8)
-    return -(-_scratch.buffer.data_ptr() // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+    size = bytes_per_worker * torch.get_num_threads()
+    if _scratch.size < size:
+        buffer = torch.empty(size + SCRATCH_ALIGNMENT, dtype=torch.uint8)
+        address = -(-buffer.data_ptr() // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        _scratch.buffer, _scratch.size, _scratch.address = buffer, size, address
+    return _scratch.address
