@@ -77,7 +77,7 @@ def _stream(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams
     stream = llm.stream(prompt, params) if isinstance(prompt, str) else llm.stream_chat(prompt, params)
     for chunk in stream:
         print(chunk.text, end="", flush=True)
-    print()
+    print(flush=True)
     assert stream.output is not None, "a stream that ended has its output"
     return stream.output
 
