@@ -160,7 +160,10 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
         ),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: factor is missing"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor must be a number, got '2'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": "2"}},
+            "factor must be a finite number, got '2'",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
         (
             {
@@ -171,13 +174,38 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
                     "high_freq_factor": 4,
                 }
             },
-            r"low_freq_factor \(4.0\) must be below high_freq_factor \(4.0\)",
+            r"low_freq_factor \(4.0\) must be above 0 and below high_freq_factor \(4.0\)",
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "that differ by layer type are not supported",
         ),
         ({"rope_scaling": [1]}, r"rope_parameters must be an object, got \[1\]"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": float("inf")}},
+            "factor must be a finite number",
+        ),
+        ({"rope_theta": 1.0}, "rope_theta must be above 1, got 1.0"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}},
+            "beta_fast must be positive",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings must be at least 1, got 0",
+        ),
+        (
+            {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope type 'dynamic' needs a rotary dimension above 2, got 2",
+        ),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers must be from 1 to 10000, got 1099511627776"),
+        (
+            {"model_type": "mistral", "num_hidden_layers": -1},
+            "num_hidden_layers must be from 1 to 10000, got -1",
+        ),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be above 0 and at most 1, got 1.5"),
+        ({"max_position_embeddings": 2**40}, "1099511627776 positions .* are more than the 134217728"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
         ({"partial_rotary_factor": 0.01}, "rotary dimension must be even and from 2 to head_dim"),
         ({"head_dim": 65}, r"rotary dimension must be even and from 2 to head_dim \(65\), got 65"),
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),

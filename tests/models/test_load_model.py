@@ -148,6 +148,16 @@ def test_the_logits_of_some_rows_are_those_rows(tiny: str) -> None:
     assert model.compute_logits(hidden[:0]).shape == (0, 101)
 
 
+def test_max_model_len_bounds_the_rope_table(tiny: str) -> None:
+    attention = load_model(tiny, max_model_len=15).model.layers[0].attention
+    assert attention.rope_table.shape == (15, 16)
+    logits = PagedDriver(load_model(tiny, max_model_len=15)).step({"a": IDS})["a"]
+    assert torch.equal(logits, PagedDriver(load_model(tiny)).step({"a": IDS})["a"])
+    for wrong in (0, 65):
+        with pytest.raises(ConfigError, match=rf"max_model_len: expected 1 to 64, .*, got {wrong}"):
+            load_model(tiny, max_model_len=wrong)
+
+
 def test_loading_holds_the_weights_once(tmp_path: Path) -> None:
     """Peak memory: the packed weights, one matrix more, and what the libraries themselves take."""
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 14, "vocab_size": 4096}

@@ -19,20 +19,20 @@ import torch
 from octavo.layers.rope_config import RopeConfig
 
 
-def rope_table(rope: RopeConfig) -> torch.Tensor:
-    """(rope.num_positions, rope.rotary_dim) float32 on the CPU: cos in the first half of a row, sin in
-    the second.
+def rope_table(rope: RopeConfig, num_positions: int | None = None) -> torch.Tensor:
+    """(num_positions, rope.rotary_dim) float32 on the CPU: a row's first half is cos, the second sin.
 
-    YaRN's attention factor is multiplied in.
+    `num_positions` is `rope.num_positions` unless given. YaRN's attention factor is multiplied in.
     """
-    positions = torch.arange(rope.num_positions, dtype=torch.float32)
+    num_positions = rope.num_positions if num_positions is None else num_positions
+    positions = torch.arange(num_positions, dtype=torch.float32)
     if rope.rope_type == "dynamic":
-        angles = positions[:, None] * _dynamic_frequencies(rope)
+        angles = positions[:, None] * _dynamic_frequencies(rope, num_positions)
         scale = 1.0
     else:
         frequencies, scale = inverse_frequencies(rope)
         angles = positions[:, None] * frequencies
-    table = torch.empty(rope.num_positions, rope.rotary_dim)
+    table = torch.empty(num_positions, rope.rotary_dim)
     half = rope.rotary_dim // 2
     torch.cos(angles, out=table[:, :half])
     torch.sin(angles, out=table[:, half:])
@@ -58,10 +58,10 @@ def _exponents(rotary_dim: int) -> torch.Tensor:
     return torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
 
 
-def _dynamic_frequencies(rope: RopeConfig) -> torch.Tensor:
+def _dynamic_frequencies(rope: RopeConfig, num_positions: int) -> torch.Tensor:
     """(num_positions, rotary_dim / 2): row p holds the frequencies of a sequence of p + 1 tokens."""
     dim, limit = rope.rotary_dim, rope.max_position_embeddings
-    lengths = torch.arange(1, rope.num_positions + 1).clamp(min=limit)
+    lengths = torch.arange(1, num_positions + 1).clamp(min=limit)
     growth = (rope.factor * lengths / limit) - (rope.factor - 1)
     base = rope.theta * growth ** (dim / (dim - 2))
     return 1.0 / (base[:, None] ** _exponents(dim))

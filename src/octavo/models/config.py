@@ -25,6 +25,7 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+_MAX_POSITIONS = 2**27  # a rope table of tens of GB; more is a mistake in the file
 # Hugging Face `model_type` -> the module of this package that reads its config.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -74,6 +75,11 @@ class ModelConfig:
             raise ModelError(
                 f"config: the rotary dimension must be even and from 2 to head_dim ({self.head_dim}), "
                 f"got {rotary_dim}"
+            )
+        if self.rope.num_positions > _MAX_POSITIONS:
+            raise ModelError(
+                f"config: {self.rope.num_positions} positions (max_position_embeddings, scaled) are more "
+                f"than the {_MAX_POSITIONS} Octavo has room for"
             )
         if len(self.sliding_window) != self.num_layers:
             raise ModelError(

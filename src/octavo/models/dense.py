@@ -63,12 +63,13 @@ class DenseCausalLM:
     """A decoder of identical layers around a residual stream, with an embedding and a language-model head.
 
     Built complete from `parameters`: each matrix is read, fused and packed before the next one is read.
+    No position may reach `max_model_len` (the longest the config allows unless given).
     """
 
-    def __init__(self, config: ModelConfig, parameters: Parameters) -> None:
+    def __init__(self, config: ModelConfig, parameters: Parameters, max_model_len: int | None = None) -> None:
         self.config = config
         self.embedding = Embedding(parameters.matrix(EMBEDDING))
-        table = rope_table(config.rope).to(parameters.device)
+        table = rope_table(config.rope, max_model_len).to(parameters.device)
         self.layers = [_read_layer(config, parameters, layer, table) for layer in range(config.num_layers)]
         self.norm = RMSNorm(parameters.vector("model.norm.weight"), config.rms_norm_eps)
         tied = parameters.ties_head(EMBEDDING, HEAD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, cast, get_args
@@ -30,6 +31,8 @@ _ROPE_KEYS = frozenset(
         "finetuned",
     ]
 )
+_MAX_LAYERS = 10_000  # beyond any model; keeps a corrupt file from filling memory with layers
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # a zero means the default, as in Transformers
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -61,8 +64,8 @@ class HFConfig:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(key, "a number", value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(key, "a finite number", value)
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -102,7 +105,7 @@ def dense_config(
     _refuse_unsupported(hf)
     hidden_size = hf.integer("hidden_size")
     num_heads = hf.integer("num_attention_heads")
-    num_layers = hf.integer("num_hidden_layers")
+    num_layers = number_of_layers(hf)
     if num_heads < 1:
         raise ModelError(f"config: num_attention_heads must be at least 1, got {num_heads}")
     if "head_dim" not in hf and head_dim is None:
@@ -137,6 +140,13 @@ def dense_config(
     )
 
 
+def number_of_layers(hf: HFConfig) -> int:
+    num_layers = hf.integer("num_hidden_layers")
+    if not 1 <= num_layers <= _MAX_LAYERS:
+        raise ModelError(f"config: num_hidden_layers must be from 1 to {_MAX_LAYERS}, got {num_layers}")
+    return num_layers
+
+
 def _checkpoint_dtype(hf: HFConfig) -> str:
     value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     name = str(value).removeprefix("torch.")
@@ -159,7 +169,9 @@ def _refuse_unsupported(hf: HFConfig) -> None:
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if key in hf and hf.integer(key) > 1:
             raise ModelError(f"config: {key} = {hf.get(key)}: mixture-of-experts models are not supported")
-    architectures = hf.get("architectures") or ()
+    architectures = hf.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelError(f"config: architectures must be a list, got {architectures!r}")
     for name in architectures:
         if not str(name).endswith("ForCausalLM"):
             raise ModelError(
@@ -172,7 +184,7 @@ def windows_by_layer_type(hf: HFConfig, *, max_window_layers: int) -> tuple[int 
 
     Without `use_sliding_window` no layer has a window, whatever `sliding_window` says.
     """
-    num_layers = hf.integer("num_hidden_layers")
+    num_layers = number_of_layers(hf)
     window = read_window(hf) if hf.flag("use_sliding_window", False) else None
     if "layer_types" in hf:
         layer_types = hf.get("layer_types")
@@ -232,6 +244,8 @@ def read_rope(hf: HFConfig, head_dim: int, max_position_embeddings: int) -> Rope
     if rope_type in ("yarn", "llama3"):
         inner = rope.integer("original_max_position_embeddings", max_position_embeddings)
         original = hf.integer("original_max_position_embeddings", inner)
+    if original < 1:
+        raise ModelError(f"config: original_max_position_embeddings must be at least 1, got {original}")
     factor = 1.0
     if rope_type != "default":
         # YaRN alone may leave its factor to the two lengths.
@@ -239,26 +253,39 @@ def read_rope(hf: HFConfig, head_dim: int, max_position_embeddings: int) -> Rope
         factor = rope.number("factor", implied)
         if factor < 1.0:
             raise ModelError(f"config: rope_parameters: factor must be at least 1, got {factor}")
+    theta = rope.number("rope_theta", hf.number("rope_theta", 10_000.0))
+    if theta <= 1.0:
+        raise ModelError(f"config: rope_theta must be above 1, got {theta}")
     partial = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
     llama3 = rope_type == "llama3"
     low = rope.number("low_freq_factor", None if llama3 else 1.0)
     high = rope.number("high_freq_factor", None if llama3 else 4.0)
-    if llama3 and low >= high:
+    if llama3 and not 0 < low < high:
         raise ModelError(
-            f"config: rope_parameters: low_freq_factor ({low}) must be below high_freq_factor ({high})"
+            f"config: rope_parameters: low_freq_factor ({low}) must be above 0 and below "
+            f"high_freq_factor ({high})"
         )
+    if not 0 < partial <= 1:
+        raise ModelError(f"config: partial_rotary_factor must be above 0 and at most 1, got {partial}")
+    rotary_dim = int(head_dim * partial)
+    if rope_type == "dynamic" and rotary_dim <= 2:
+        raise ModelError(f"config: rope type 'dynamic' needs a rotary dimension above 2, got {rotary_dim}")
+    betas = {key: rope.number(key, default) or default for key, default in _YARN_BETAS.items()}
+    for key, value in betas.items():
+        if value < 0:
+            raise ModelError(f"config: rope_parameters: {key} must be positive, got {value}")
     return RopeConfig(
         rope_type=cast(RopeType, rope_type),
-        theta=rope.number("rope_theta", hf.number("rope_theta", 10_000.0)),
-        rotary_dim=int(head_dim * partial),
+        theta=theta,
+        rotary_dim=rotary_dim,
         max_position_embeddings=max_position_embeddings,
         original_max_position_embeddings=original,
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
         attention_factor=_optional(rope, "attention_factor"),
-        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
-        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        beta_fast=betas["beta_fast"],
+        beta_slow=betas["beta_slow"],
         mscale=_optional(rope, "mscale"),
         mscale_all_dim=_optional(rope, "mscale_all_dim"),
         truncate=rope.flag("truncate", True),

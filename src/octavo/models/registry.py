@@ -70,6 +70,7 @@ def load_model(
     quantization: str | None = None,
     seed: int = 0,
     revision: str | None = None,
+    max_model_len: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LoadedModel:
     """Find `model` (see `resolve_model`), read its config and its weights.
@@ -80,6 +81,8 @@ def load_model(
         config only. quantization: the form of the weight matrices on the CPU, with float32 activations:
         "float16", "int8",
             or None for weights as exact as `dtype`.
+        max_model_len: the longest sequence that will be run, to make the rope table no longer than that; the
+            longest the model allows unless given.
         progress: called as progress(name, done, total) after each tensor.
 
     Raises:
@@ -93,6 +96,11 @@ def load_model(
         _check_choice("quantization", quantization, QUANTIZATIONS)
     source = resolve_model(model, revision, files="config" if load_format == "dummy" else "all")
     config = load_config(source)
+    if max_model_len is not None and not 1 <= max_model_len <= config.rope.num_positions:
+        raise ConfigError(
+            f"max_model_len: expected 1 to {config.rope.num_positions}, the positions of {model!r}, "
+            f"got {max_model_len}"
+        )
     import torch
 
     from octavo.models import dense
@@ -114,7 +122,7 @@ def load_model(
             ties_head_by_config=config.tie_word_embeddings,
             progress=progress,
         )
-        network = dense.DenseCausalLM(config, parameters)
+        network = dense.DenseCausalLM(config, parameters, max_model_len)
     finally:
         checkpoint.close()
     return LoadedModel(

@@ -42,6 +42,10 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         return value
 
     hidden, heads = get("embedding_length"), get("attention.head_count")
+    if not all(isinstance(value, int | None) for value in (hidden, heads, get("attention.key_length"))):
+        raise ModelError(
+            f"{file.path}: embedding_length, head_count and key_length of {arch} must be integers"
+        )
     # In GGUF an absent key length always means hidden / heads, also where Hugging Face has another default.
     head_dim = get("attention.key_length") or (hidden // heads if hidden and heads else None)
     if head_dim and get("attention.value_length", head_dim) != head_dim:
