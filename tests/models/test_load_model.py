@@ -121,6 +121,16 @@ def test_quantised_forms(tiny: str, quantization: str, bytes_per_weight: float, 
     assert 0 < difference < error * expected.std()
 
 
+# The kernels then keep the very tensor they are given, which must not be loading's scratch memory.
+def test_a_machine_that_cannot_pack(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.kernels.cpu.host.unfit_reason", lambda: "this test says so")
+    loaded = load_model(tiny)
+    assert loaded.model.layers[0].mlp.down.weight.form == "dense"
+    assert "this test says so" in loaded.model.layers[0].mlp.down.weight.note
+    expected = hf_logits(tiny_hf_model("llama"), IDS)
+    torch.testing.assert_close(PagedDriver(loaded).step({"a": IDS})["a"], expected, rtol=0, atol=1e-4)
+
+
 def test_model_id_tells_apart_what_must_not_share_a_cache(tiny: str, tmp_path: Path) -> None:
     base = load_model(tiny).model_id
     assert load_model(tiny).model_id == base

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -53,9 +54,13 @@ class Parameters:
         """The matrices `names`, stacked row-wise in that order, packed."""
         shape = self._stacked_shape(names)
         # The dense form keeps the very tensor it is given; the others copy, so theirs can be used again.
-        rows = torch.empty(shape, dtype=self._dtype) if self._form == "dense" else self._scratch(shape)
+        is_kept = self._form == "dense" and self.device.type == "cpu"
+        rows = torch.empty(shape, dtype=self._dtype) if is_kept else self._scratch(shape)
         self._read(names, rows)
         packed = pack_weight(rows.to(self.device), self._form)
+        if packed.data.untyped_storage().data_ptr() == self._buffer.untyped_storage().data_ptr():
+            # a machine that cannot pack: the form became dense
+            packed = replace(packed, data=packed.data.clone())
         self.nbytes += packed.nbytes
         return packed
 
