@@ -261,7 +261,7 @@ def main() -> None:
     write_result(
         options.json,
         rows,
-        command=f"python bench/compare_cpu.py --rounds {rounds}",
+        command=f"python bench/compare_cpu.py --rounds {rounds}" + " --try-out" * options.try_out,
         extra_versions=versions,
     )
     print(f"wrote {options.json}")
