@@ -32,7 +32,11 @@ def generate(
     ],
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="Use the chat template, or not. Default: when the model has one."),
+        typer.Option(
+            "--chat/--raw",
+            help="Use the chat template, or not. Default: when the model has one.",
+            show_default=False,
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message in front of the prompt.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,

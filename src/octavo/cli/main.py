@@ -65,7 +65,7 @@ def octavo(
         typer.Option("--debug", help="Print the traceback of a failure; may also stand last."),
     ] = False,
 ) -> None:
-    """Octavo: an LLM inference engine around a paged KV cache, on CPU and GPU."""
+    """Octavo: an LLM inference engine around a paged KV cache."""
 
 
 def main(argv: list[str] | None = None) -> None:
