@@ -193,8 +193,8 @@ else:
         line = next(line for line in open("/proc/self/status") if line.startswith(key))
         return int(line.split()[1]) * 1024
     before = status("VmRSS")
-    loaded = load_model(str(folder))
-    print(loaded.weights_nbytes, status("VmHWM") - before)
+    loaded = load_model(str(folder), quantization=sys.argv[2] if sys.argv[2] != "None" else None)
+    print(loaded.weights_nbytes, status("VmHWM") - before, status("VmRSS") - before)
 """
     environment = {"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
 
@@ -203,7 +203,10 @@ else:
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     run("write")
-    weights_nbytes, grown = map(int, run("read").split())
     largest = 2 * 2048 * 512 * 4
+    weights_nbytes, peak, _ = map(int, run("None").split())
     assert weights_nbytes > 150e6
-    assert grown < weights_nbytes + largest + 16e6
+    assert peak < weights_nbytes + largest + 16e6
+    weights_nbytes, _, stays = map(int, run("int8").split())
+    assert 40e6 < weights_nbytes < 60e6
+    assert stays < weights_nbytes + largest + 16e6
