@@ -13,8 +13,8 @@ an output element is the same expression for one row and for a thousand (and mor
 chain).
 
 With many rows, converting int8 weights again for every tile costs a fifth of the speed (209 against 249
-GFLOP/s at 512 rows), so a k block is converted once into fp32 scratch. float16 is converted by one instruction
-and gains nothing from that. The converted numbers are the same either way, hence also the sums.
+GFLOP/s at 512 rows), so a k block is converted once into fp32 scratch. float16 is converted by one
+instruction and gains nothing from that. The converted numbers are the same either way, hence also the sums.
 """
 
 from __future__ import annotations
