@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -34,6 +35,7 @@ OCTAVO = {
     "float16": {"quantization": "float16"},
     "int8": {"quantization": "int8"},
 }
+MAX_NOISE = 0.15  # cores that other programs may use during a run
 TF32, TF16, LLAMA = "Transformers float32", "Transformers bfloat16", "llama.cpp Q4_1"
 
 
@@ -135,27 +137,43 @@ class Contestant:
         return statistics.median(self.speeds[job.name])
 
 
-def busy_cores() -> float:
-    """Cores in use by anyone over the next third of a second."""
-
-    def jiffies() -> tuple[int, int]:
-        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        return sum(fields[:8]), fields[3] + fields[4]
-
-    total, idle = jiffies()
-    started = time.perf_counter()
-    time.sleep(0.33)
-    new_total, new_idle = jiffies()
-    ticks_per_core = 100 * (time.perf_counter() - started)
-    return max(0.0, ((new_total - total) - (new_idle - idle)) / ticks_per_core)
+def busy_s() -> float:
+    """Processor seconds that everything on this machine has used since it started."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def wait_until_quiet(limit_s: float) -> float:
-    """Waits while others use the processor, at most `limit_s`; returns how many cores they still use."""
+def process_s(pid: int) -> float:
+    """Processor seconds that one process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until_quiet(limit_s: float) -> None:
+    """Waits while others use the processor, at most `limit_s`."""
     deadline = time.monotonic() + limit_s
-    while (busy := busy_cores()) > 0.1 and time.monotonic() < deadline:
-        pass
-    return busy
+    while time.monotonic() < deadline:
+        before = busy_s()
+        time.sleep(0.5)
+        if (busy_s() - before) / 0.5 < MAX_NOISE:
+            return
+
+
+def timed(contestant: Contestant, job: Job, quiet_s: float, retries: int) -> tuple[dict[str, Any], float]:
+    """One run and the cores others used during it; a disturbed run is repeated, the calmest one counts."""
+    best: tuple[dict[str, Any], float] | None = None
+    for _ in range(1 + retries):
+        wait_until_quiet(quiet_s)
+        everyone, mine = busy_s(), process_s(contestant.process.pid)
+        reply = contestant.run(job)
+        others = busy_s() - everyone - (process_s(contestant.process.pid) - mine)
+        noise = max(0.0, others / reply["seconds"])
+        if best is None or noise < best[1]:
+            best = reply, noise
+        if noise < MAX_NOISE:
+            break
+    assert best is not None
+    return best
 
 
 def floor_of(job: Job, variant: str, peers: dict[str, float]) -> float | None:
@@ -194,6 +212,7 @@ def main() -> None:
     parser.add_argument(
         "--quiet-s", type=float, default=30, help="longest wait for an idle machine before a run"
     )
+    parser.add_argument("--retries", type=int, default=3, help="repeats of a run that others disturbed")
     parser.add_argument(
         "--try-out", action="store_true", help="one round of sixteenth lengths: numbers mean nothing"
     )
@@ -224,8 +243,8 @@ def main() -> None:
                 contestant.run(short)
             for _ in range(rounds):
                 for contestant in everyone:
-                    noise.append(wait_until_quiet(options.quiet_s))
-                    reply = contestant.run(job)
+                    reply, others = timed(contestant, job, options.quiet_s, options.retries)
+                    noise.append(others)
                     speed = job.num_tokens / reply["seconds"]
                     contestant.speeds.setdefault(job.name, []).append(speed)
                     contestant.answers[job.name] = reply["token_ids"]
@@ -250,7 +269,12 @@ def main() -> None:
         Row("answers equal to Transformers float32, token for token", round(100 * equal / total, 1), "%")
     )
     rows.append(
-        Row("cores used by other programs before a run, mean", round(statistics.mean(noise), 3), "", "lower")
+        Row(
+            "cores used by other programs during the runs, mean",
+            round(statistics.mean(noise), 3),
+            "",
+            "lower",
+        )
     )
     versions = {}
     if options.llama_python:
