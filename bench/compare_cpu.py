@@ -10,9 +10,11 @@ llama.cpp is left out. The result goes to bench/results/<this machine>/compare.j
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -212,6 +214,7 @@ def main() -> None:
     parser.add_argument(
         "--quiet-s", type=float, default=30, help="longest wait for an idle machine before a run"
     )
+    parser.add_argument("--only", default="*", help="pattern of the workloads to run")
     parser.add_argument("--retries", type=int, default=3, help="repeats of a run that others disturbed")
     parser.add_argument(
         "--try-out", action="store_true", help="one round of sixteenth lengths: numbers mean nothing"
@@ -219,7 +222,7 @@ def main() -> None:
     options = parser.parse_args()
 
     source = resolve_model(MODEL)
-    all_jobs = jobs(16 if options.try_out else 1)
+    all_jobs = [job for job in jobs(16 if options.try_out else 1) if fnmatch.fnmatch(job.name, options.only)]
     rounds = 1 if options.try_out else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         write_hf_folder(source, Path(folder))
@@ -276,6 +279,11 @@ def main() -> None:
             "lower",
         )
     )
+    told = ["--rounds", str(rounds)]
+    if options.only != "*":
+        told += ["--only", options.only]
+    if options.try_out:
+        told.append("--try-out")
     versions = {}
     if options.llama_python:
         command = (options.llama_python, "-c", "import xllamacpp; print(xllamacpp.__version__)")
@@ -285,7 +293,7 @@ def main() -> None:
     write_result(
         options.json,
         rows,
-        command=f"python bench/compare_cpu.py --rounds {rounds}" + " --try-out" * options.try_out,
+        command=shlex.join(["python", "bench/compare_cpu.py", *told]),
         extra_versions=versions,
     )
     print(f"wrote {options.json}")

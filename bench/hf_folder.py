@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from octavo.gguf_file import GGUFFile
 from octavo.models.config import load_config
 from octavo.models.source import ModelSource
 from octavo.models.weights.gguf import GGUFCheckpoint
-from octavo.models.weights.gguf_file import GGUFFile
 
 
 def write_hf_folder(source: ModelSource, folder: Path) -> None:
