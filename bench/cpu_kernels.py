@@ -177,10 +177,11 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16,64,512")
     arguments = parser.parse_args()
     threads.configure(arguments.threads)
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     read, multiply = ceilings(arguments.repeats)
     print(f"{platform.machine()}, {host.vector_shape()}, torch {torch.__version__}")
-    print(f"{arguments.threads} threads: {threads.pool_name()}")
+    print(f"{arguments.threads} threads")
     print(f"reads {read / 1e9:.1f} GB/s, multiplies {multiply / 1e9:.0f} GFLOP/s")
     with torch.inference_mode():
         bench_linear([int(rows) for rows in arguments.rows.split(",")], arguments.repeats, read, multiply)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.kernels import backend, flash_attn_varlen_func
+from octavo.kernels.cpu import threads
 
 # A prompt, a chunk with a past, decodes, nothing, no keys, more queries than keys, a prompt past one block.
 LENS_Q = [10, 3, 1, 0, 2, 5, 1, 33]
@@ -250,14 +251,14 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(implementation: 
 
 def test_the_numbers_of_threads_do_not_change_the_bits(implementation: str) -> None:
     batch = Batch.random(LENS_Q, LENS_K, heads=(9, 3))
-    before = torch.get_num_threads()
+    before = threads.configure()
     try:
-        torch.set_num_threads(1)
+        threads.configure(1)
         one = attend(batch, 16, causal=True)
-        torch.set_num_threads(2)
+        threads.configure(2)
         two = attend(batch, 16, causal=True)
     finally:
-        torch.set_num_threads(before)
+        threads.configure(before)
     torch.testing.assert_close(one, two, rtol=0, atol=0 if implementation == "cpu" else 1e-6)
 
 

@@ -8,6 +8,7 @@ from octavo.cache.storage import KVCache
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.sampler import Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
+from octavo.kernels.cpu import threads
 from octavo.models.registry import CausalLM
 
 PROMPT_LOGITS_ROWS = 64
@@ -18,14 +19,19 @@ class ModelRunner:
     """The model, its KV cache and the sampler. Knows nothing of policy; the schedule says what to do."""
 
     def __init__(self, model: CausalLM, kv_cache: KVCache, batches: BatchBuilder, sampler: Sampler) -> None:
+        # torch's threads and ours would fight over the cores, so torch gets them only for its own products.
+        self.torch_threads = threads.configure() if model.weights_form == "dense" else 1
         self.model = model
         self.kv_cache = kv_cache
         self.batches = batches
         self.sampler = sampler
 
-    @torch.inference_mode()
     def execute(self, plan: Schedule) -> SamplerOutput:
         """Compute `plan` and draw one token per entry of `plan.sampled`; fills prompt log probabilities."""
+        with torch.inference_mode(), threads.torch_threads(self.torch_threads):
+            return self._execute(plan)
+
+    def _execute(self, plan: Schedule) -> SamplerOutput:
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
         batch = self.batches.build(plan)

@@ -74,6 +74,7 @@ class DenseCausalLM:
         self.norm = RMSNorm(parameters.vector("model.norm.weight"), config.rms_norm_eps)
         tied = parameters.ties_head(EMBEDDING, HEAD)
         self.head = LMHead(self.embedding.weight if tied else parameters.matrix(HEAD))
+        self.weights_form = self.head.weight.form
 
     def __call__(
         self,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
-from octavo.kernels.cpu import host
+from octavo.kernels.cpu import host, threads
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +15,7 @@ def compiled_kernels_run_here() -> None:
 
 
 @pytest.fixture
-def set_threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def set_threads() -> Iterator[Callable[[int], int]]:
+    before = threads.configure()
+    yield lambda num_threads: threads.configure(num_threads)
+    threads.configure(before)

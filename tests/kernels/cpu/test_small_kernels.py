@@ -40,7 +40,7 @@ def rotary(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("operation", [norm, activation, rotary])
 def test_a_row_alone_equals_the_row_in_a_batch_on_one_and_two_threads(
-    operation: Callable[[Tensor], Tensor], set_threads: Callable[[int], None]
+    operation: Callable[[Tensor], Tensor], set_threads: Callable[[int], int]
 ) -> None:
     x = random(ROWS, 1200)
     set_threads(1)
@@ -53,7 +53,7 @@ def test_a_row_alone_equals_the_row_in_a_batch_on_one_and_two_threads(
         assert torch.equal(alone, chunks[:, i])
 
 
-def test_a_large_cache_write_in_parallel_equals_the_reference(set_threads: Callable[[int], None]) -> None:
+def test_a_large_cache_write_in_parallel_equals_the_reference(set_threads: Callable[[int], int]) -> None:
     set_threads(2)
     k = random(700, 6, 64)
     slots = torch.randperm(1024, generator=torch.Generator().manual_seed(1))[:700]

@@ -9,7 +9,8 @@ How the pieces fit, bottom up::
     math.py        exp and tanh as vector polynomials
     tile.py        the one micro-kernel: a register tile of  out += x @ w
     compiled.py    Numba `cfunc` + disk cache -> an address that plain ctypes can call
-    threads.py     runs that address on torch's own OpenMP threads
+    threads.py     runs that address on this thread and a team of workers
+    team.py        how leader and workers meet, compiled
     linear_kernel.py, attention_kernel.py, small_kernels.py        the loops around tiles and rows
     attention.py, kv_write.py, norm.py, rotary.py, activation.py   tensors in, addresses down
 

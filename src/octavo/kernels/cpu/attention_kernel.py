@@ -102,9 +102,8 @@ def _attention(
     kv_item = ITEM_BYTES[kv_dtype]
     minus_infinity = float("-inf")
 
-    def attention(cell: int) -> None:
+    def attention(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
-        block = load_i64(cell, 0)
         batch = load_i64(block, 2)
         group = load_i64(block, 3)
         kv_heads = load_i64(block, 4)

@@ -5,7 +5,7 @@ A kernel is written as a factory that closes over plain integers and strings (ve
 line anywhere in this folder is another entry; without the digest a change in an intrinsic would not be
 noticed, because Numba looks only at the file that holds the kernel.
 
-Every kernel has the same type, ``void kernel(intptr_t **block)``: see `threads.py`.
+Every kernel has the same type, ``void kernel(intptr_t *block)``: see `threads.py`.
 """
 
 from __future__ import annotations

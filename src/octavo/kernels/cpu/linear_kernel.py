@@ -54,9 +54,8 @@ def _linear(dtype: str, lanes: int, vectors: int, max_rows: int, digest: str) ->
     item = ITEM_BYTES[dtype]
     is_int8 = 1 if dtype == "int8" else 0
 
-    def linear(cell: int) -> None:
+    def linear(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
-        block = load_i64(cell, 0)
         rows = load_i64(block, 2)
         k_size = load_i64(block, 3)
         n_size = load_i64(block, 4)
@@ -119,9 +118,8 @@ def _embedding(dtype: str, panel: int, digest: str) -> Callable[[int], None]:
     item = ITEM_BYTES[dtype]
     is_int8 = 1 if dtype == "int8" else 0
 
-    def embedding(cell: int) -> None:
+    def embedding(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
-        block = load_i64(cell, 0)
         num_ids = load_i64(block, 2)
         k_size = load_i64(block, 3)
         ids = load_i64(block, 4)

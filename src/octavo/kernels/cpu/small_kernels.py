@@ -56,9 +56,8 @@ def _norm(dtype: str, weight_dtype: str, lanes: int, digest: str) -> Callable[[i
     item = ITEM_BYTES[dtype]
     weight_item = ITEM_BYTES[weight_dtype]
 
-    def norm(cell: int) -> None:
+    def norm(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
-        block = load_i64(cell, 0)
         rows = load_i64(block, 2)
         depth = load_i64(block, 3)
         x = load_i64(block, 4)
@@ -110,9 +109,8 @@ def _norm(dtype: str, weight_dtype: str, lanes: int, digest: str) -> Callable[[i
 def _rotary_halves(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
     item = ITEM_BYTES[dtype]
 
-    def rotary(cell: int) -> None:
+    def rotary(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
-        block = load_i64(cell, 0)
         num_tokens = load_i64(block, 2)
         half = load_i64(block, 3)
         angles = load_i64(block, 4)
@@ -152,9 +150,8 @@ def _rotary_halves(dtype: str, lanes: int, digest: str) -> Callable[[int], None]
 def _rotary_interleaved(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
     item = ITEM_BYTES[dtype]
 
-    def rotary(cell: int) -> None:
+    def rotary(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
-        block = load_i64(cell, 0)
         num_tokens = load_i64(block, 2)
         half = load_i64(block, 3)
         angles = load_i64(block, 4)
@@ -185,9 +182,8 @@ def _rotary_interleaved(dtype: str, lanes: int, digest: str) -> Callable[[int], 
 def _silu(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
     item = ITEM_BYTES[dtype]
 
-    def silu(cell: int) -> None:
+    def silu(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
-        block = load_i64(cell, 0)
         rows = load_i64(block, 2)
         width = load_i64(block, 3)
         x = load_i64(block, 4)
@@ -221,9 +217,8 @@ def _kv_write(dtype: str, cache_dtype: str, lanes: int, digest: str) -> Callable
     item = ITEM_BYTES[dtype]
     cache_item = ITEM_BYTES[cache_dtype]
 
-    def kv_write(cell: int) -> None:
+    def kv_write(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
-        block = load_i64(cell, 0)
         num_tokens = load_i64(block, 2)
         num_heads = load_i64(block, 3)
         dim = load_i64(block, 4)

@@ -1,68 +1,101 @@
-"""Runs compiled kernels on the OpenMP threads that torch already has.
+"""Runs compiled kernels on this thread and a team of workers.
 
-Two pools of spinning threads on the same cores slow each other down several times, so there is no second one:
-on Linux torch's library brings GOMP into the process, and `GOMP_parallel` found *through torch's library*
-starts the very team of threads that torch's own operators use. A team of a fixed size is cheap to
-reuse (1-2 us while its threads still spin) and dear to resize, so a kernel runs either on one thread or on
-all `torch.get_num_threads()`. Where the symbol is missing (macOS, Windows) a small pool of Python threads
-does the same job with more overhead.
-
-A kernel receives the address of a cell that holds the address of its parameter block, an array of int64::
+A kernel is ``void kernel(block)``; its parameter block is an array of int64::
 
     block[TASK]      the next task to take; workers add to it atomically
     block[WORKER]    the next worker number to take: which part of the scratch memory is mine
     block[2...]      the kernel's own parameters
+
+The team is our own, not OpenMP's, for its way of joining (`team.py`): an OpenMP region ends when *every*
+thread has come, so one that the system does not run, because another program has its core, holds up each of
+the hundreds of calls in a step (measured beside one busy program: one token took over ten times as long).
+Here the thread that calls waits only for workers that took a task. Workers spin for a fraction of a
+millisecond after a call, then sleep. torch's operators keep their own threads; while a step runs they should
+have one (`torch_threads`), or the two teams fight over the cores.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import ctypes
 import functools
+import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+
+from octavo.errors import ConfigError
 
 TASK = 0
 WORKER = 1
 FIRST_PARAMETER = 2
 
-Parallel = Callable[[int, int, int], None]  # (kernel address, cell address, threads)
-
 
 def configure(num_threads: int | None = None) -> int:
-    """Set how many threads torch and the compiled kernels use, once, before the first step.
+    """Set how many threads run a kernel, the calling one included; returns the number.
 
-    Returns the number.
-
-    The default is what torch chose (the cores of the process). Choose 1 when another busy process shares the
-    cores: waiting for a thread that is not running costs more than a second thread brings.
+    None leaves it as it is; at first that is `torch.get_num_threads()`, the cores this process may use.
+    Raises ConfigError for what is no number of threads.
     """
-    if num_threads is not None and num_threads != torch.get_num_threads():
-        torch.set_num_threads(num_threads)
-    return torch.get_num_threads()
+    global _team
+    if num_threads is None:
+        return _current_team().num_threads
+    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
+        raise ConfigError(f"num_threads must be an int of at least 1, got {num_threads!r}")
+    with _team_lock:
+        if _team is None or _team.num_threads != num_threads:
+            if _team is not None:
+                _team.close()
+            _team = _Team(num_threads)
+        return _team.num_threads
 
 
-@functools.cache
-def _gomp_parallel() -> Parallel | None:
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Give torch's own operators `num_threads` threads inside the block."""
+    before = torch.get_num_threads()
+    if before == num_threads:
+        yield
+        return
+    torch.set_num_threads(num_threads)
     try:
-        function = ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    return lambda kernel, cell, threads: function(kernel, cell, threads, 0)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-@functools.cache
-def _python_pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="octavo-kernel")
+def run(kernel: int, parameters: Sequence[int], *, parallel: bool) -> None:
+    """Run `kernel` to its end on this thread alone, or on the whole team.
+
+    `parameters` become ``block[FIRST_PARAMETER:]``. The GIL is released meanwhile.
+    """
+    block = array.array("q", (0, 0, *parameters))
+    if parallel:
+        _current_team().run(kernel, block.buffer_info()[0])
+    else:
+        _callable(kernel)(block.buffer_info()[0])
 
 
+SCRATCH_ALIGNMENT = 64
+
+
+def scratch(bytes_per_worker: int) -> int:
+    """Address of scratch memory for all workers of this thread's next `run`, cache-line aligned, unset."""
+    size = bytes_per_worker * _current_team().num_threads + SCRATCH_ALIGNMENT
+    if _scratch.buffer is None or _scratch.buffer.numel() < size:
+        _scratch.buffer = torch.empty(size, dtype=torch.uint8)
+    return -(-_scratch.buffer.data_ptr() // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+
+
+class _Scratch(threading.local):
+    buffer: torch.Tensor | None = None
+
+
+_scratch = _Scratch()
 _KERNEL_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -71,48 +104,96 @@ def _callable(kernel: int) -> Callable[[int], None]:
     return _KERNEL_TYPE(kernel)
 
 
-def _python_parallel(kernel: int, cell: int, threads: int) -> None:
-    function = _callable(kernel)
-    others = [_python_pool(threads).submit(function, cell) for _ in range(threads - 1)]
-    function(cell)
-    for other in others:
-        other.result()
+class _Team:
+    """`num_threads - 1` workers; they start with the first parallel call."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._is_closed = False
+        self._wake = threading.Event()
+        self._busy = threading.Lock()
+        self._workers: list[threading.Thread] = []
+
+    def run(self, kernel: int, block: int) -> None:
+        # Two Python threads may call at once: the second works alone.
+        if self.num_threads == 1 or not self._busy.acquire(blocking=False):
+            _callable(kernel)(block)
+            return
+        try:
+            if not self._workers:
+                self._start()
+            if not self._wake.is_set():
+                self._wake.set()
+            self._request[1] = kernel
+            self._request[2] = block
+            self._lead(self._request_at)
+            while self._cells[self._active]:
+                time.sleep(0)  # a worker inside lost its core: let it have ours
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """End the workers; a call still running in another thread is finished first."""
+        with self._busy:
+            self._is_closed = True
+            self.num_threads = 1
+            self._wake.set()
+            for worker in self._workers:
+                worker.join()
+
+    def _start(self) -> None:
+        from octavo.kernels.cpu import team
+
+        cells = self._cells = (ctypes.c_int64 * (team.NUM_CELLS + 8))()
+        address = -(-ctypes.addressof(cells) // 64) * 64
+        first = (address - ctypes.addressof(cells)) // 8
+        self._active = first + team.ACTIVE
+        self._request = (ctypes.c_int64 * 3)(address, 0, 0)
+        self._request_at = ctypes.addressof(self._request)
+        self._lead = _callable(team.lead())
+        loop = _callable(team.worker_loop())
+        for i in range(1, self.num_threads):
+            worker = threading.Thread(
+                target=self._serve, args=(loop, address), name=f"octavo-kernel-{i}", daemon=True
+            )
+            self._workers.append(worker)
+            worker.start()
+
+    def _serve(self, loop: Callable[[int], None], cells: int) -> None:
+        while not self._is_closed:
+            self._wake.clear()
+            loop(cells)
+            if not self._is_closed:
+                # A call between the last look and here is missed, which costs nothing but help.
+                self._wake.wait()
 
 
-def pool_name() -> str:
-    """Which threads `run` uses, for `octavo doctor`."""
-    return "torch's OpenMP team" if _gomp_parallel() is not None else "Python threads"
+_team: _Team | None = None
+_team_lock = threading.Lock()
 
 
-def run(kernel: int, parameters: Sequence[int], *, parallel: bool) -> None:
-    """Run `kernel` to its end on this thread alone, or on all of torch's threads.
-
-    `parameters` become ``block[FIRST_PARAMETER:]``. The GIL is released meanwhile.
-    """
-    block = array.array("q", (0, 0, *parameters))
-    cell = ctypes.c_void_p(block.buffer_info()[0])
-    threads = torch.get_num_threads() if parallel else 1
-    if threads == 1:
-        _callable(kernel)(ctypes.addressof(cell))
-    else:
-        (_gomp_parallel() or _python_parallel)(kernel, ctypes.addressof(cell), threads)
+def _current_team() -> _Team:
+    global _team
+    if _team is None:
+        with _team_lock:
+            if _team is None:
+                _team = _Team(torch.get_num_threads())
+    return _team
 
 
-class _Scratch(threading.local):
-    buffer: torch.Tensor | None = None
-    size = -1
-    address = 0
+def _forget() -> None:
+    """In a forked child there are no workers; a new team starts when it is needed."""
+    global _team, _team_lock
+    _team_lock = threading.Lock()
+    if _team is not None:
+        _team = _Team(_team.num_threads)
 
 
-_scratch = _Scratch()
-SCRATCH_ALIGNMENT = 64
+@atexit.register
+def _close() -> None:
+    if _team is not None:
+        _team.close()
 
 
-def scratch(bytes_per_worker: int) -> int:
-    """Address of scratch memory for every worker of this thread's next `run`, cache-line aligned, unset."""
-    size = bytes_per_worker * torch.get_num_threads()
-    if _scratch.size < size:
-        buffer = torch.empty(size + SCRATCH_ALIGNMENT, dtype=torch.uint8)
-        address = -(-buffer.data_ptr() // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-        _scratch.buffer, _scratch.size, _scratch.address = buffer, size, address
-    return _scratch.address
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
