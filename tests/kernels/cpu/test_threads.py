@@ -91,11 +91,13 @@ def test_a_forked_child_makes_its_own_team(
 
 
 def test_the_process_ends_at_once_with_a_team_running() -> None:
-    program = (
-        "import torch; from octavo.kernels import linear, pack_weight;"
-        "from octavo.kernels.cpu import threads; threads.configure(3); w = pack_weight(torch.ones(700, 300), 'float32');"
-        "print(linear(torch.ones(40, 300), w).sum().item())"
-    )
+    program = """
+import torch
+from octavo.kernels import linear, pack_weight
+from octavo.kernels.cpu import threads
+threads.configure(3)
+print(linear(torch.ones(40, 300), pack_weight(torch.ones(700, 300), "float32")).sum().item())
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "8400000.0\n", "")
 
