@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from helpers.models import saved, tiny_hf_model
 from helpers.text import letters_backend
@@ -191,7 +192,7 @@ def test_prompt_above_the_cache_is_refused_at_once(folder: Path) -> None:
         ({"quantization": "int4"}, "quantization must be one of None, 'float16', 'int8'; got 'int4'"),
         ({"quantization": "int8", "dtype": "bfloat16"}, "cannot be combined with dtype='bfloat16'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet"),
-        ({"max_model_len": 65}, r"max_model_len=65 is above what the model's positions allow \(64\)"),
+        ({"max_model_len": 65}, r"max_model_len: expected 1 to 64, the positions of .*, got 65"),
         ({"device": "cuda"}, "device must be one of 'auto', 'cpu'; got 'cuda'"),
         ({"max_prefill_share": 0}, "max_prefill_share must be above 0"),
         ({"enforce_eager": 1}, "enforce_eager must be True or False"),
@@ -220,6 +221,30 @@ def test_dummy_weights_need_no_tokenizer(folder: Path, tmp_path: Path) -> None:
             llm.generate("text")
         with pytest.raises(RequestError, match="stop strings need a tokenizer"):
             llm.generate([1], SamplingParams(stop="x"))
+
+
+def test_dummy_weights_of_a_repository_fetch_no_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def snapshot_download(repo_id: str, *, revision: str, allow_patterns: list[str]) -> str:
+        assert (repo_id, revision) == ("owner/name", "abc")
+        fetched.extend(allow_patterns)
+        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with LLM("owner/name", revision="abc", load_format="dummy", num_blocks=8) as llm:
+        assert len(ids(llm, [1, 2, 3])[0]) == 8
+    assert fetched == ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
+
+
+def test_the_rope_table_is_as_long_as_max_model_len(folder: Path, llm: LLM) -> None:
+    with LLM(folder, num_blocks=16, max_model_len=24) as short:
+        assert ids(short, "hello") == ids(llm, "hello")
+        lengths = [len(each.engine.runner.model.layers[0].attention.rope_table) for each in (short, llm)]
+    assert lengths == [24, 64]
 
 
 def test_closed_engine_says_so(folder: Path) -> None:

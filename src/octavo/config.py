@@ -79,11 +79,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a non-empty path or name, got {self.model!r}")
-        self._one_of("dtype", DTYPES)
-        self._one_of("kv_cache_dtype", DTYPES)
-        self._one_of("load_format", LOAD_FORMATS)
-        self._one_of("quantization", QUANTIZATIONS)
-        self._one_of("device", DEVICES)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check_choice("device", self.device, DEVICES)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
             self._positive_int(name)
         for name in ("max_model_len", "num_blocks", "num_threads"):
@@ -115,13 +115,14 @@ class EngineConfig:
         """A new config with some values changed; checked like any other."""
         return replace(self, **changes)
 
-    def _one_of(self, name: str, known: tuple[str | None, ...]) -> None:
-        value = getattr(self, name)
-        if value not in known:
-            hint = nearest(value, [k for k in known if k]) if isinstance(value, str) else ""
-            raise ConfigError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}{hint}")
-
     def _positive_int(self, name: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
+
+
+def check_choice(name: str, value: object, known: tuple[str | None, ...]) -> None:
+    """ConfigError, with the nearest choice, unless the option `name` has one of the `known` values."""
+    if value not in known:
+        hint = nearest(value, [k for k in known if k]) if isinstance(value, str) else ""
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}{hint}")

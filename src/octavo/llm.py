@@ -50,7 +50,9 @@ class LLM:
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options(model, **options)
-        source = resolve_model(config.model, config.revision)
+        source = resolve_model(
+            config.model, config.revision, files="config" if config.load_format == "dummy" else "all"
+        )
         tokenizer: Tokenizer | None
         try:
             tokenizer = load_tokenizer(source)
@@ -60,12 +62,12 @@ class LLM:
             tokenizer = None  # random weights have nothing to say: token ids in, token ids out
         configure_threads(config.num_threads)
         loaded = load_model(
-            config.model,
+            source,
             dtype=config.dtype,
             load_format=config.load_format,
             quantization=config.quantization,
             seed=config.seed,
-            revision=config.revision,
+            max_model_len=config.max_model_len,
             progress=progress,
         )
         self.generation_config = loaded.generation_config

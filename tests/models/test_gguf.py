@@ -16,12 +16,12 @@ from helpers.gguf_files import gguf_name, permuted, write_gguf
 from helpers.models import PagedDriver, hf_logits, random_ids, tiny_hf_model
 
 from octavo.errors import ModelError, WeightsError
+from octavo.gguf_file import GGUFFile
 from octavo.models.config import load_config
 from octavo.models.registry import load_model
 from octavo.models.source import resolve_model
 from octavo.models.weights.gguf import GGUFCheckpoint
 from octavo.models.weights.gguf_config import config_from_gguf
-from octavo.models.weights.gguf_file import GGUFFile
 
 IDS = random_ids(21)
 Types = gguf.GGMLQuantizationType
@@ -289,7 +289,7 @@ def test_every_truncation_is_an_error_that_says_so(tmp_path: Path) -> None:
     cuts = [*range(4, header_end, 97), header_end, header_end + 1, len(whole) - 40]
     for cut in cuts:
         path.write_bytes(whole[:cut])
-        with pytest.raises(WeightsError, match=r"truncated|has \d+ bytes"):
+        with pytest.raises(WeightsError, match="truncated"):
             load_model(str(path))
     path.write_bytes(whole)
     load_model(str(path))
@@ -317,22 +317,22 @@ def test_a_corrupt_header_never_escapes_as_another_error(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "message"),
+    ("at", "value", "kind", "message"),
     [
-        (4, struct.pack("<I", 1), "GGUF version 1 is not supported"),
-        (4, struct.pack(">I", 3), "GGUF version 50331648 is not supported"),
-        (8, struct.pack("<Q", 2**60), "corrupt or truncated"),
-        (16, struct.pack("<Q", 2**60), "corrupt or truncated"),
-        (24, struct.pack("<Q", 2**63), "a string is longer than the file"),
+        (4, struct.pack("<I", 1), ModelError, "GGUF version 1 is not supported"),
+        (4, struct.pack(">I", 3), ModelError, "GGUF version 50331648 is not supported"),
+        (8, struct.pack("<Q", 2**60), WeightsError, "truncated or corrupt"),
+        (16, struct.pack("<Q", 2**60), WeightsError, "truncated or corrupt"),
+        (24, struct.pack("<Q", 2**63), WeightsError, "9223372036854775808 bytes wanted at offset 32"),
     ],
 )
-def test_a_broken_field(at: int, value: bytes, message: str, tmp_path: Path) -> None:
+def test_a_broken_field(at: int, value: bytes, kind: type[Exception], message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, tiny_hf_model("llama", num_hidden_layers=1))
     data = bytearray(path.read_bytes())
     data[at : at + len(value)] = value
     path.write_bytes(data)
-    with pytest.raises(WeightsError, match=message):
+    with pytest.raises(kind, match=message):
         load_model(str(path))
 
 

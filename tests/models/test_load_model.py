@@ -76,12 +76,12 @@ def test_dummy_weights_are_tied_as_the_config_says(bare: str, tied: bool) -> Non
     [
         (
             {"load_format": "safetensor"},
-            r"load_format: unknown value 'safetensor' \(did you mean 'safetensors'\?\)",
+            r"load_format must be one of 'auto', .*; got 'safetensor' \(did you mean 'safetensors'\?\)",
         ),
-        ({"dtype": "fp32"}, r"dtype: unknown value 'fp32'.*; known: auto, float32, bfloat16, float16"),
+        ({"dtype": "fp32"}, "dtype must be one of 'auto', 'float32', 'bfloat16', 'float16'; got 'fp32'"),
         (
             {"quantization": "int4"},
-            r"quantization: unknown value 'int4' \(did you mean 'int8'\?\); known: float16, int8",
+            r"quantization must be one of None, 'float16', 'int8'; got 'int4' \(did you mean 'int8'\?\)",
         ),
         (
             {"quantization": "int8", "dtype": "bfloat16"},

@@ -27,7 +27,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_PATTERN
 
 from octavo.errors import ModelError
-from octavo.text.gguf_metadata import read_gguf_metadata
+from octavo.gguf_file import GGUFFile
 from octavo.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from octavo.text.gguf_tokenizer import recipe_from_metadata
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
@@ -97,7 +97,8 @@ def smollm2() -> Tokenizer:
 
 @cache
 def smollm2_metadata() -> dict[str, Any]:
-    return read_gguf_metadata(smollm2_path())
+    with GGUFFile(smollm2_path()) as file:
+        return file.values()
 
 
 @cache

@@ -211,10 +211,11 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _config_from_gguf(path: Path) -> Mapping[str, Any]:
     """GGUF metadata under the names of a config.json; the dtype is float16, the default of llama.cpp."""
-    from octavo.text.gguf_metadata import read_gguf_metadata
+    from octavo.gguf_file import GGUFFile
 
-    metadata = read_gguf_metadata(path, lambda key: not key.startswith("tokenizer."))
-    arch = metadata.get("general.architecture")
+    with GGUFFile(path) as file:
+        arch = file.metadata.get("general.architecture")
+        metadata = file.values(f"{arch}.")
 
     def value(key: str) -> Any:
         return metadata.get(f"{arch}.{key}")

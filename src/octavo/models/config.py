@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import ModelError, nearest
+from octavo.gguf_file import GGUFFile
 from octavo.layers.rope_config import RopeConfig
 from octavo.models.source import ModelSource
 
@@ -109,7 +110,6 @@ def load_config(source: ModelSource) -> ModelConfig:
     """Read the config of a model folder or GGUF file. Loads no torch and no weights."""
     if source.kind == "gguf":
         from octavo.models.weights.gguf_config import config_from_gguf
-        from octavo.models.weights.gguf_file import GGUFFile
 
         with GGUFFile(source.path) as file:
             return config_from_gguf(file)

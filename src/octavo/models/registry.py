@@ -11,9 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octavo.errors import ConfigError, ModelError, nearest
+from octavo.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, check_choice
+from octavo.errors import ConfigError, ModelError
+from octavo.gguf_file import GGUFFile
 from octavo.models.config import ModelConfig, load_config, load_json
 from octavo.models.source import ModelSource, resolve_model
+from octavo.models.weights.gguf_config import config_from_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +26,6 @@ if TYPE_CHECKING:
     from octavo.models.weights.checkpoint import Checkpoint, Shape
 
 __all__ = ["CausalLM", "LoadedModel", "load_model", "resolve_model"]
-
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("float16", "int8")
 
 
 class CausalLM(Protocol):
@@ -64,25 +63,24 @@ class LoadedModel:
 
 
 def load_model(
-    model: str,
+    model: str | ModelSource,
     *,
     dtype: str = "auto",
     device: str = "cpu",
     load_format: str = "auto",
     quantization: str | None = None,
     seed: int = 0,
-    revision: str | None = None,
     max_model_len: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LoadedModel:
-    """Find `model` (see `resolve_model`), read its config and its weights.
+    """Read the config and the weights of `model`: a source, or a name (see `resolve_model`).
 
     Args:
         dtype: of activations and KV; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
         load_format: "auto" follows what is there; "dummy" makes random weights from `seed` and needs a
-        config only. quantization: the form of the weight matrices on the CPU, with float32 activations:
-        "float16", "int8",
-            or None for weights as exact as `dtype`.
+            config only.
+        quantization: the form of the weight matrices on the CPU, with float32 activations: "float16",
+            "int8", or None for weights as exact as `dtype`.
         max_model_len: the longest sequence that will be run, to make the rope table no longer than that; the
             longest the model allows unless given.
         progress: called as progress(name, done, total) after each tensor.
@@ -92,17 +90,12 @@ def load_model(
         ModelError: no such model, or one that is not supported.
         WeightsError: the checkpoint is missing, truncated, corrupt, or does not match the config.
     """
-    _check_choice("load_format", load_format, LOAD_FORMATS)
-    _check_choice("dtype", dtype, DTYPES)
-    if quantization is not None:
-        _check_choice("quantization", quantization, QUANTIZATIONS)
-    source = resolve_model(model, revision, files="config" if load_format == "dummy" else "all")
-    config = load_config(source)
-    if max_model_len is not None and not 1 <= max_model_len <= config.rope.num_positions:
-        raise ConfigError(
-            f"max_model_len: expected 1 to {config.rope.num_positions}, the positions of {model!r}, "
-            f"got {max_model_len}"
-        )
+    check_choice("load_format", load_format, LOAD_FORMATS)
+    check_choice("dtype", dtype, DTYPES)
+    check_choice("quantization", quantization, QUANTIZATIONS)
+    source = model
+    if not isinstance(source, ModelSource):
+        source = resolve_model(source, files="config" if load_format == "dummy" else "all")
     import torch
 
     from octavo.models import dense
@@ -110,11 +103,20 @@ def load_model(
     from octavo.models.weights.parameters import Parameters
 
     target = torch.device(device)
-    activations = _activation_dtype(dtype, target, config, quantization)
-    expected = dict(dense.tensor_shapes(config))
-    head: dict[str, Shape] = {dense.HEAD: (config.vocab_size, config.hidden_size)}
-    checkpoint = _open_checkpoint(source, config, load_format, expected, head, seed)
-    try:
+    with contextlib.ExitStack() as files:
+        gguf = files.enter_context(GGUFFile(source.path)) if source.kind == "gguf" else None
+        config = config_from_gguf(gguf) if gguf else load_config(source)
+        longest = config.rope.num_positions
+        if max_model_len is not None and not 1 <= max_model_len <= longest:
+            raise ConfigError(
+                f"max_model_len: expected 1 to {longest}, the positions of {source.name!r}, "
+                f"got {max_model_len}"
+            )
+        activations = _activation_dtype(dtype, target, config, quantization)
+        expected = dict(dense.tensor_shapes(config))
+        head: dict[str, Shape] = {dense.HEAD: (config.vocab_size, config.hidden_size)}
+        checkpoint = _open_checkpoint(source, gguf, config, load_format, expected, head, seed)
+        files.callback(checkpoint.close)
         check_tensors(checkpoint, expected, head)
         parameters = Parameters(
             checkpoint,
@@ -125,14 +127,13 @@ def load_model(
             progress=progress,
         )
         network = dense.DenseCausalLM(config, parameters, max_model_len)
-    finally:
-        checkpoint.close()
+        generation_config = _generation_config(source, gguf)
     _give_back_freed_memory()
     return LoadedModel(
         model=network,
         config=config,
         dtype=activations,
-        generation_config=_generation_config(source),
+        generation_config=generation_config,
         source=source,
         model_id=_model_id(source, config, load_format, seed, str(activations), quantization),
         weights_nbytes=parameters.nbytes,
@@ -143,13 +144,6 @@ def _give_back_freed_memory() -> None:
     """Packing leaves holes in glibc's heap, in int8 as large as the model; others have no such call."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(
-            f"{name}: unknown value {value!r}{nearest(str(value), known)}; known: {', '.join(known)}"
-        )
 
 
 def _activation_dtype(
@@ -180,6 +174,7 @@ def _form(quantization: str | None, dtype: torch.dtype, device: torch.device) ->
 
 def _open_checkpoint(
     source: ModelSource,
+    gguf: GGUFFile | None,
     config: ModelConfig,
     load_format: str,
     expected: dict[str, Shape],
@@ -190,13 +185,12 @@ def _open_checkpoint(
         from octavo.models.weights.dummy import DummyCheckpoint
 
         return DummyCheckpoint(expected if config.tie_word_embeddings else {**expected, **head}, seed)
-    if source.kind == "gguf":
+    if gguf:
         if load_format == "safetensors":
             raise ModelError(f"load_format: 'safetensors' was asked for, but {source.path} is a GGUF file")
         from octavo.models.weights.gguf import GGUFCheckpoint
-        from octavo.models.weights.gguf_file import GGUFFile
 
-        return GGUFCheckpoint(GGUFFile(source.path), config)
+        return GGUFCheckpoint(gguf, config)
     if load_format == "gguf":
         raise ModelError(
             f"load_format: 'gguf' was asked for, but {source.path} is a folder with config.json; "
@@ -207,13 +201,10 @@ def _open_checkpoint(
     return SafetensorsCheckpoint(source.path)
 
 
-def _generation_config(source: ModelSource) -> dict[str, Any]:
-    if source.kind == "gguf":
-        from octavo.models.weights.gguf_file import GGUFFile
-
-        with GGUFFile(source.path) as file:
-            names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-            ids = {key: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
+def _generation_config(source: ModelSource, gguf: GGUFFile | None) -> dict[str, Any]:
+    if gguf:
+        names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+        ids = {key: gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
         return {key: value for key, value in ids.items() if value is not None}
     if (source.path / "generation_config.json").is_file():
         return load_json(source, "generation_config.json")

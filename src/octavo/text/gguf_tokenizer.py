@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from octavo.errors import ModelError, nearest
-from octavo.text.gguf_metadata import read_gguf_metadata
+from octavo.gguf_file import GGUFFile
 from octavo.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from octavo.text.recipe import TokenizerRecipe
 
@@ -31,7 +31,8 @@ _END_OF_TURN_KEYS = ("eot_token_id", "eom_token_id")
 
 def recipe_from_gguf(path: Path) -> TokenizerRecipe:
     """Read `path`'s tokenizer; ModelError or WeightsError as `load_tokenizer` says."""
-    return recipe_from_metadata(read_gguf_metadata(path, lambda key: key.startswith("tokenizer.")), str(path))
+    with GGUFFile(path) as file:
+        return recipe_from_metadata(file.values("tokenizer."), str(path))
 
 
 def recipe_from_metadata(metadata: dict[str, Any], origin: str) -> TokenizerRecipe:

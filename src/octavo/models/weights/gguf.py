@@ -13,9 +13,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from octavo.errors import WeightsError
+from octavo.gguf_file import GGUFFile, GGUFTensor
 from octavo.models.config import ModelConfig
 from octavo.models.weights.gguf_config import ROPE_FREQS
-from octavo.models.weights.gguf_file import GGUFFile, GGUFTensor
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -41,20 +41,16 @@ _CHUNK_VALUES = 256 * 1024
 
 
 class GGUFCheckpoint:
-    """The tensors of a GGUF file. It takes over `file` and closes it."""
+    """The tensors of `file`, which stays its owner's to close."""
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self.name = str(file.path)
         self._file = file
         self._tensors: dict[str, GGUFTensor] = {}
-        try:
-            for tensor in file.tensors.values():
-                self._check(tensor)
-                if tensor.name != ROPE_FREQS:  # in the config already
-                    self._tensors[_hugging_face_name(tensor.name)] = tensor
-        except BaseException:
-            file.close()
-            raise
+        for tensor in file.tensors.values():
+            self._check(tensor)
+            if tensor.name != ROPE_FREQS:  # in the config already
+                self._tensors[_hugging_face_name(tensor.name)] = tensor
         self._pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._rotary_order = _rotary_order(config)
@@ -96,7 +92,6 @@ class GGUFCheckpoint:
 
     def close(self) -> None:
         self._pool.shutdown()
-        self._file.close()
 
     def _check(self, tensor: GGUFTensor) -> None:
         try:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.errors import ModelError, WeightsError, nearest
+from octavo.gguf_file import GGUFArray, GGUFFile
 from octavo.models.config import ModelConfig
-from octavo.models.weights.gguf_file import GGUFArray, GGUFFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FREQS = "rope_freqs.weight"
