@@ -148,6 +148,14 @@ def test_a_marked_table_is_replaced_and_the_rest_stays(tmp_path):
     assert with_tables(filled, tmp_path) == filled
 
 
+def test_an_empty_place_for_a_table_is_filled(tmp_path):
+    write_result(tmp_path / "box" / "speed.json", [Row("one", 1.0, "s")], command="run me")
+    place = "<!-- results: box/speed -->\n<!-- /results -->\n"
+    filled = with_tables(place + "between\n" + place, tmp_path)
+    assert filled.count("| one | 1 s |") == 2
+    assert "between" in filled
+
+
 def test_check_finds_a_stale_table_and_the_command_repairs_it(tmp_path, capsys):
     write_result(tmp_path / "bench/results/box/speed.json", [Row("one", 1.0, "s")], command="run me")
     (tmp_path / "README.md").write_text("<!-- results: box/speed -->\nold\n<!-- /results -->\n")

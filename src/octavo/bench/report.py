@@ -241,7 +241,7 @@ def table(result: dict[str, Any], pattern: str = "*") -> str:
     return "\n".join([*lines, "", source])
 
 
-_MARKED = re.compile(r"(<!-- results: (\S+)(?: (.+?))? -->\n).*?(<!-- /results -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- results: (\S+)(?: ([^\n>]+?))? -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
 def with_tables(document: str, results: Path) -> str:
