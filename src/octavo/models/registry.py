@@ -32,6 +32,8 @@ class CausalLM(Protocol):
     """A model that maps packed tokens to hidden states and hidden states to logits; see DenseCausalLM."""
 
     config: ModelConfig
+    weights_form: Form
+    """How its matrices are held; see `octavo.kernels.linear`."""
 
     def __call__(
         self,
