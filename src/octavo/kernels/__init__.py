@@ -11,8 +11,9 @@ Importing this loads torch and nothing of the engine; Numba is loaded by the fir
 from __future__ import annotations
 
 from octavo.kernels.activation import silu_and_mul
-from octavo.kernels.attention import flash_attn_varlen_func, flash_attn_with_kvcache
+from octavo.kernels.attention import flash_attn_varlen_func
 from octavo.kernels.kv_write import write_kv_cache
+from octavo.kernels.kvcache import flash_attn_with_kvcache
 from octavo.kernels.linear import PackedWeight, embedding, linear, pack_weight
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.rotary import apply_rotary

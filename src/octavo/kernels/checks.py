@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.errors import KernelArgumentError, UnsupportedKernelConfig
 
 MAX_HEAD_DIM = 256
+INT32 = (torch.int32,)
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _QUANTISED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
 
@@ -125,7 +126,7 @@ def table(function: str, block_table: Tensor, batch: int, device: torch.device) 
     if block_table.dim() != 2:
         expected = f"of shape ({batch}, max_blocks)"
         raise wrong(function, "block_table", expected, f"shape {tuple(block_table.shape)}")
-    exactly(function, "block_table", block_table, (batch, block_table.shape[1]), device, (torch.int32,))
+    exactly(function, "block_table", block_table, (batch, block_table.shape[1]), device, INT32)
 
 
 def heads(function: str, num_heads: int, num_kv_heads: int, head_dim: int, kv_head_dim: int) -> None:
