@@ -37,8 +37,7 @@ def write_kv_cache(
             dimension (both may be views of one interleaved tensor); block_size a power of two. Written in
             place.
         slot_mapping: (T,) int64 or int32. Negative = padding, the token is not written. Two tokens must not
-            share
-            a slot: which one stays is then undefined.
+            share a slot: which one stays is then undefined.
         k_scale, v_scale: for quantised caches, which this version does not have; anything but None is
             refused.
 

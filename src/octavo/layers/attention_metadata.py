@@ -12,9 +12,8 @@ class AttentionMetadata:
     """A packed batch of B sequences with T new tokens in all, over a paged cache.
 
     Attributes:
-        slot_mapping: (T,) int64, the slot `block_id * block_size + offset` each new token's K/V is
-        written to;
-            negative = do not write.
+        slot_mapping: (T,) int64, the slot `block_id * block_size + offset` each new token's K/V is written
+            to; negative = do not write.
         cu_seqlens_q: (B + 1,) int32, prefix sums of the numbers of new tokens; first 0, last T.
         cu_seqlens_k: (B + 1,) int32, prefix sums of the context lengths, the new tokens included.
         block_table: (B, max_blocks) int32, each sequence's blocks in token order; -1 = not allocated.

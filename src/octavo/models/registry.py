@@ -79,12 +79,13 @@ def load_model(
 
     Args:
         dtype: of activations and KV; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
-        load_format: "auto" follows what is there; "dummy" makes random weights from `seed` and needs a
-            config only.
-        quantization: the form of the weight matrices on the CPU, with float32 activations: "float16",
-            "int8", or None for weights as exact as `dtype`.
-        max_model_len: the longest sequence that will be run, to make the rope table no longer than that; the
-            longest the model allows unless given.
+        device: where the parameters go.
+        load_format: "auto" follows what is there; "dummy" makes random weights from `seed`, config only.
+        quantization: "float16" or "int8" weight matrices under float32 activations, on the CPU only; None
+            keeps them as exact as `dtype`.
+        seed: of the "dummy" weights.
+        max_model_len: the longest sequence to be run; the rope table gets no longer. None: all the positions
+            the model allows.
         progress: called as progress(name, done, total) after each tensor.
 
     Raises:
