@@ -13,9 +13,7 @@ SPECS = {
     "bfloat16, block 1": KVCacheSpec(3, 2, 8, "bfloat16", block_size=1),
     "float16": KVCacheSpec(3, 2, 8, "float16"),
     "float8": KVCacheSpec(3, 2, 8, "float8_e4m3"),
-    "int8 with scales": KVCacheSpec(3, 2, 8, "int8", scales="token_head"),
-    "latent": KVCacheSpec(3, 1, 12, "float16", value_head_dim=0),
-    "latent int8 with scales": KVCacheSpec(3, 1, 12, "int8", value_head_dim=0, scales="token_head"),
+    "int8": KVCacheSpec(3, 2, 8, "int8"),
     "narrow v": KVCacheSpec(3, 2, 8, value_head_dim=4),
 }
 
@@ -23,22 +21,19 @@ SPECS = {
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_it_allocates_what_the_spec_says_and_nothing_more(spec: KVCacheSpec) -> None:
     cache = KVCache(spec, 5)
-    tensors = [tensor for pair in [*cache.layers, *cache.scales] for tensor in pair]
+    tensors = [tensor for pair in cache.layers for tensor in pair]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert sum(storages.values()) == cache.nbytes == spec.bytes_per_block * 5
     assert cache.nbytes == request_bytes(spec, 5 * spec.block_size)
 
 
 def test_the_layout_of_a_layer() -> None:
-    cache = KVCache(KVCacheSpec(3, 2, 8, "int8", value_head_dim=4, scales="token_head"), 5)
-    assert (len(cache.layers), len(cache.scales)) == (3, 3)
+    cache = KVCache(KVCacheSpec(3, 2, 8, "int8", value_head_dim=4), 5)
+    assert len(cache.layers) == 3
     k, v = cache.layers[1]
     assert (k.shape, v.shape) == ((5, 16, 2, 8), (5, 16, 2, 4))
     assert k.dtype == v.dtype == torch.int8
     assert k.is_contiguous()
-    assert [scale.shape for scale in cache.scales[1]] == [(5, 16, 2)] * 2
-    assert cache.scales[1][0].dtype == torch.float32
-    assert KVCache(SPECS["float32"], 5).scales == []
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
@@ -57,11 +52,11 @@ def test_blocks_are_copied_in_order(
     spec: KVCacheSpec, copies: list[tuple[int, int]], result: list[int]
 ) -> None:
     cache = KVCache(spec, 5)
-    for tensor in (tensor for pair in [*cache.layers, *cache.scales] for tensor in pair):
+    for tensor in (tensor for pair in cache.layers for tensor in pair):
         for block_id in range(5):
             tensor[block_id] = torch.full(tensor.shape[1:], block_id + 1).to(tensor.dtype)
     cache.copy_blocks(copies)
-    for tensor in (tensor for pair in [*cache.layers, *cache.scales] for tensor in pair):
+    for tensor in (tensor for pair in cache.layers for tensor in pair):
         for block_id, source in enumerate(result):
             assert torch.all(tensor[block_id].float() == source + 1)
 

@@ -218,20 +218,6 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     assert Detokenizer(tokenizer, skip_special_tokens=False).push(ids) == "Hi<|im_end|>"
 
 
-@pytest.mark.parametrize("name", ["qwen_like", "llama2_like"])
-def test_a_fork_goes_its_own_way(name: str) -> None:
-    tokenizer = ALL[name]()
-    begun, rest, other = {
-        "qwen_like": ([55336, 76952], [122], [23836]),
-        "llama2_like": ([271, 3 + 0xE2, 3 + 0x82], [3 + 0xAC], [271]),
-    }[name]
-    stream = Detokenizer(tokenizer)
-    before = stream.push(begun)
-    twin = stream.fork()
-    assert before + stream.push(rest) + stream.finish() == tokenizer.decode(begun + rest)
-    assert before + twin.push(other) + twin.finish() == tokenizer.decode(begun + other)
-
-
 def test_a_decoder_that_cannot_be_streamed_is_refused() -> None:
     backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
     backend.decoder = decoders.WordPiece()

@@ -26,10 +26,10 @@ class KVCache:
     """`num_blocks` blocks on `device`, uninitialised: no kernel reads what nothing has written.
 
     `layers[i]` is `(k_cache, v_cache)` of layer i, each `(num_blocks, block_size, num_kv_heads, head_dim)`
-    and contiguous (V ends in `value_head_dim`). `scales[i]` is `(k_scale, v_scale)`, each `(num_blocks,
-    block_size, num_kv_heads)` float32, when the spec has scales per token and head, else `scales` is empty.
-    `nbytes` is `spec.bytes_per_block * num_blocks` exactly. The caches are written in place by the kernels.
-    CapacityError when the device cannot give the memory.
+    and contiguous (V ends in `value_head_dim`). `nbytes` is `spec.bytes_per_block * num_blocks` exactly. The
+    caches are written in place by the kernels. CapacityError when the device cannot give the memory.
+
+    A spec with scales per token and head or without V is for sizing only: no kernel reads such a cache.
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | torch.device = "cpu") -> None:
@@ -37,26 +37,21 @@ class KVCache:
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         slots = (spec.num_layers, num_blocks, spec.block_size)
-        heads, dtype = spec.num_kv_heads, _TORCH_DTYPES[spec.dtype]
-        # Shape after `slots` and dtype of: K, V, the scales of K, the scales of V (none where V is empty).
-        parts: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((heads, spec.head_dim), dtype),
-            ((heads, spec.value_width), dtype),
-        ]
-        if spec.has_token_scales:
-            parts += [((heads,), torch.float32), ((heads if spec.value_width else 0,), torch.float32)]
+        dtype = _TORCH_DTYPES[spec.dtype]
+        assert spec.value_width > 0
+        assert not spec.has_token_scales
         try:
             self._tensors = [
-                torch.empty(slots + shape, dtype=dtype, device=self.device) for shape, dtype in parts
+                torch.empty((*slots, spec.num_kv_heads, width), dtype=dtype, device=self.device)
+                for width in (spec.head_dim, spec.value_width)
             ]
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"{self.device} cannot give {num_blocks * spec.bytes_per_block:,} bytes for {num_blocks} KV "
                 f"cache blocks; lower num_blocks, kv_cache_memory, max_model_len or max_num_seqs"
             ) from error
-        per_layer = [tensor.unbind() for tensor in self._tensors]
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = list(zip(*per_layer[:2], strict=True))
-        self.scales: list[tuple[torch.Tensor, torch.Tensor]] = list(zip(*per_layer[2:], strict=True))
+        k, v = self._tensors
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = list(zip(k.unbind(), v.unbind(), strict=True))
 
     @property
     def nbytes(self) -> int:

@@ -53,12 +53,6 @@ class Detokenizer:
             return self._decode(self._pending, final=True)
         return self._strip(self._end_run())
 
-    def fork(self) -> Detokenizer:
-        """A detokenizer at the same point, independent from here on."""
-        twin = object.__new__(Detokenizer)
-        twin.__dict__.update(self.__dict__)
-        return twin
-
     def _decode(self, data: bytes, *, final: bool) -> str:
         text, used = codecs.utf_8_decode(data, "replace", final)
         self._pending = data[used:]
@@ -83,9 +77,8 @@ class Detokenizer:
         run, self._pending = self._pending, b""
         try:
             return run.decode()
-        except (
-            UnicodeDecodeError
-        ):  # the byte-fallback rule: a run that is not UTF-8 as a whole is bad in every byte
+        except UnicodeDecodeError:
+            # The byte-fallback rule: a run that is not UTF-8 as a whole is bad in every byte.
             return "\N{REPLACEMENT CHARACTER}" * len(run)
 
     def _strip(self, text: str) -> str:

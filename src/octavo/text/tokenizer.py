@@ -128,11 +128,6 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
-    def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's spelling of a token (`Ġthe`, `▁the`), or None."""
-        token: str | None = self._backend.id_to_token(token_id)
-        return token
-
     def pieces(self, *, skip_special_tokens: bool) -> TokenPieces:
         """What every token adds to a text; for `Detokenizer`."""
         return self._pieces[skip_special_tokens]
