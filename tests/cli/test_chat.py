@@ -102,6 +102,39 @@ def test_a_model_without_a_template_is_sent_to_generate(octavo, model_folder, tm
     assert "has no chat template; use `octavo generate" in err
 
 
+def test_a_failed_answer_is_told_and_forgotten(conversation, monkeypatch):
+    conversation.answer("one")
+    before = list(conversation.messages)
+
+    def broken(plan):
+        raise RuntimeError("no such instruction")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversation.llm.engine.runner, "execute", broken)
+        conversation.answer("two")
+    lines = conversation.console.file.getvalue().splitlines()
+    assert lines[-1] == "the step failed: RuntimeError: no such instruction"
+    assert conversation.messages == before
+    conversation.answer("three")
+    assert [message["content"] for message in conversation.messages[1::2]] == ["one", "three"]
+
+
+def test_the_greeting_shows_the_model_as_it_is_written(octavo, model_folder, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", Terminal("/exit\n"))
+    folder = tmp_path / "tiny[bold]"
+    folder.symlink_to(model_folder)
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = octavo(
+        "chat", folder.name, "--load-format", "dummy", "--num-threads", "1", "--num-blocks", "64"
+    )
+    assert out.startswith("tiny[bold] – /help lists the commands")
+
+
 def test_more_answers_than_one_are_refused(chat):
     status, _, err = chat("one\n", "-n", "2", "--temperature", "1")
     assert status == 1

@@ -1,6 +1,8 @@
 import io
 import json
 
+import pytest
+
 from octavo import LLM, SamplingParams
 
 OPTIONS = ("--max-tokens", "6", "--ignore-eos")
@@ -35,6 +37,19 @@ def test_system_and_raw_contradict(octavo, tiny):
     assert "--system needs the chat template" in err
 
 
+def test_a_system_message_without_a_template_is_refused(octavo, model_folder, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((model_folder / name).read_bytes())
+    status, out, err = octavo(
+        "generate", tmp_path, "--load-format", "dummy", "--num-blocks", "64", "--system", "x", "abc"
+    )
+    assert (status, out) == (1, "")
+    assert err == (
+        f"octavo: error: --system needs a chat template and {tmp_path} has none; "
+        "write it into the prompt instead\n"
+    )
+
+
 def test_several_prompts_are_told_apart(octavo, tiny):
     status, out, _ = octavo("generate", *tiny, *OPTIONS, "--raw", "abc", "xyz")
     first, second = expected_text(tiny[0], "abc")[0], expected_text(tiny[0], "xyz")[0]
@@ -65,6 +80,38 @@ def test_a_dash_reads_standard_input(octavo, tiny, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
     _, out, _ = octavo("generate", *tiny, *OPTIONS, "--raw", "-")
     assert out == expected_text(tiny[0], "abc")[0] + "\n"
+
+
+def test_standard_input_can_be_read_once(octavo, tiny, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
+    status, out, err = octavo("generate", *tiny, "--raw", "-", "xyz", "-")
+    assert (status, out) == (2, "")
+    assert "- stands for all of standard input and may be given once, got 2" in err
+
+
+@pytest.fixture
+def failing_step(monkeypatch):
+    def execute(self, plan):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr("octavo.engine.runner.ModelRunner.execute", execute)
+
+
+@pytest.mark.usefixtures("failing_step")
+def test_a_failed_step_is_one_line(octavo, tiny):
+    status, _, err = octavo("generate", *tiny, "--raw", "abc")
+    assert (status, err) == (
+        1, "octavo: error: the step failed: RuntimeError: no such instruction\n"
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("failing_step")
+def test_debug_shows_where_a_step_failed(octavo, tiny):
+    status, _, err = octavo("generate", *tiny, "--raw", "abc", "--debug")
+    assert status == 1
+    assert "Traceback (most recent call last)" in err
+    assert 'raise RuntimeError("no such instruction")' in err
+    assert err.endswith("octavo: error: the step failed: RuntimeError: no such instruction\n")
 
 
 def test_stats_go_to_standard_error(octavo, tiny):

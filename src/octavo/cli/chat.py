@@ -56,7 +56,8 @@ def chat(
         if params.n != 1:
             raise RequestError(f"a chat shows one answer at a time, got n={params.n}; use `octavo generate`")
         if sys.stdin.isatty():
-            console.print(f"[bold]{model}[/bold] – /help lists the commands, Ctrl-C stops an answer")
+            console.print(model, style="bold", markup=False, end="")
+            console.print(" – /help lists the commands, Ctrl-C stops an answer")
         with _line_history():
             Conversation(llm, params, system, console).run()
 
@@ -118,7 +119,9 @@ class Conversation:
             self.console.print(f"no command {line}{known}", style="red", markup=False)
 
     def answer(self, text: str) -> None:
-        """Streams the answer to `text`; an interrupted answer stays in the conversation as far as it came."""
+        """Streams the answer to `text`; an interrupted answer stays in the conversation as far as it came,
+        a failed one leaves no trace in it.
+        """
         messages = [*self.messages, {"role": "user", "content": text}]
         said = ""
         try:
@@ -129,13 +132,16 @@ class Conversation:
                     self._print_piece(chunk.text)
                     if interrupted:
                         break
-            self.last = stream.output or self.last
         except OctavoError as error:
             self.console.print(f"{error}", style="red", markup=False)
             if isinstance(error, RequestError):
                 self.console.print("/reset forgets the conversation and makes room", style="dim")
             return
         self.console.print(" [dim](stopped)[/dim]" if interrupted else "")
+        self.last = stream.output or self.last
+        if stream.output is not None and stream.output.error is not None:
+            self.console.print(stream.output.error, style="red", markup=False)
+            return
         self.messages = [*messages, {"role": "assistant", "content": said}]
 
     def _print_piece(self, piece: str) -> None:

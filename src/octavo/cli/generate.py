@@ -10,6 +10,7 @@ import typer
 
 from octavo.cli.options import EngineOptions, SamplingOptions, expands
 from octavo.cli.session import describe_timing, open_llm, output_as_json
+from octavo.errors import RequestError
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -48,10 +49,18 @@ def generate(
     """Answer one or more prompts."""
     if system is not None and chat is False:
         raise typer.BadParameter("--system needs the chat template and --raw turns it off; give one of them")
+    if prompts.count("-") > 1:
+        raise typer.BadParameter(
+            f"- stands for all of standard input and may be given once, got {prompts.count('-')}"
+        )
     texts = [sys.stdin.read().rstrip("\n") if prompt == "-" else prompt for prompt in prompts]
     with open_llm(model, engine) as llm:
         params = sampling.apply(llm.get_default_sampling_params())
         use_chat = chat if chat is not None else llm.tokenizer.chat_template is not None
+        if system is not None and not use_chat:
+            raise RequestError(
+                f"--system needs a chat template and {model} has none; write it into the prompt instead"
+            )
         conversations = [_conversation(text, system) for text in texts] if use_chat else None
         if len(texts) == 1 and params.n == 1 and not as_json:
             outputs = [_stream(llm, conversations[0] if conversations else texts[0], params)]

@@ -21,8 +21,9 @@ def open_llm(model: str, engine: EngineOptions) -> LLM:
 
         return LLM(model, **engine.llm_kwargs())
     from rich.console import Console
+    from rich.text import Text
 
-    with Console(stderr=True).status(f"loading {model}"):
+    with Console(stderr=True).status(Text(f"loading {model}")):
         from octavo.llm import LLM
 
         return LLM(model, **engine.llm_kwargs())
