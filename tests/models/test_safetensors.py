@@ -123,6 +123,21 @@ def test_the_head_in_the_file_decides_about_tying(folder: Path, flag: object, he
     assert loaded.weights_nbytes == sum(part.nbytes for part in parts) + num_norms * 48 * 4
 
 
+@pytest.mark.parametrize("head", ["none", "equal", "different"])
+def test_progress_ends_at_its_total(folder: Path, head: str) -> None:
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(
+        folder,
+        lm_head__weight={"none": None, "equal": embedding, "different": embedding + 1}[head],
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
+    )
+    set_config(folder, tie_word_embeddings=True)
+    seen: list[tuple[int, int]] = []
+    load_model(str(folder), progress=lambda name, done, total: seen.append((done, total)))
+    total = 1 + 2 * 9 + 1 + (head != "none")
+    assert seen == [(i + 1, total) for i in range(total)]
+
+
 def test_a_missing_head_that_the_config_denies_is_said_aloud(folder: Path) -> None:
     rewrite(folder, lm_head__weight=None)
     set_config(folder, tie_word_embeddings=False)

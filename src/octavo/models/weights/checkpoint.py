@@ -50,7 +50,7 @@ def check_tensors(
             "the checkpoint is incomplete, or config.json belongs to another model"
         )
     known = {**expected, **optional}
-    unknown = [name for name in shapes if name not in known and not name.endswith(_HARMLESS_SUFFIXES)]
+    unknown = [name for name in shapes if name not in known and not is_harmless(name)]
     if unknown:
         raise WeightsError(
             f"{checkpoint.name}: {_count(unknown)} in the checkpoint that this model has no place for: "
@@ -65,6 +65,11 @@ def check_tensors(
         raise WeightsError(
             f"{checkpoint.name}: {_count(wrong)} of another shape than the config says: {_first(wrong)}"
         )
+
+
+def is_harmless(name: str) -> bool:
+    """Whether a tensor is one that nobody reads: a buffer that follows from the config."""
+    return name.endswith(_HARMLESS_SUFFIXES)
 
 
 def _count(names: list[str]) -> str:

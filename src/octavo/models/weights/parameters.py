@@ -12,7 +12,7 @@ import torch
 
 from octavo.kernels.linear import Form, PackedWeight, pack_weight
 from octavo.layers.linear import Linear
-from octavo.models.weights.checkpoint import Checkpoint, Shape
+from octavo.models.weights.checkpoint import Checkpoint, Shape, is_harmless
 
 # The C library gives blocks above this back to the system when they are freed; smaller ones may leave holes.
 _SCRATCH_BYTES = 32 * 2**20
@@ -48,6 +48,7 @@ class Parameters:
         self._ties_head_by_config = ties_head_by_config
         self._progress = progress
         self._num_read = 0
+        self._num_tensors = sum(not is_harmless(name) for name in checkpoint.shapes)
         self._buffer = torch.empty(0, dtype=dtype)
 
     def matrix(self, *names: str) -> PackedWeight:
@@ -92,7 +93,10 @@ class Parameters:
                     stacklevel=2,
                 )
             return True
-        return self._checkpoint.same_values(embedding, head)
+        is_tied = self._checkpoint.same_values(embedding, head)
+        if is_tied:
+            self._report(head)  # read here and not again, so that progress reaches its end
+        return is_tied
 
     def _stacked_shape(self, names: tuple[str, ...]) -> Shape:
         shapes = [self._checkpoint.shapes[name] for name in names]
@@ -113,6 +117,9 @@ class Parameters:
             last = first + self._checkpoint.shapes[name][0]
             self._checkpoint.read_into(name, out[first:last])
             first = last
-            self._num_read += 1
-            if self._progress is not None:
-                self._progress(name, self._num_read, len(self._checkpoint.shapes))
+            self._report(name)
+
+    def _report(self, name: str) -> None:
+        self._num_read += 1
+        if self._progress is not None:
+            self._progress(name, self._num_read, self._num_tensors)
