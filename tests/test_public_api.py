@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import octavo
 from octavo import errors
 
@@ -54,3 +57,9 @@ def test_the_kernel_door():
     assert expected <= set(octavo.kernels.__all__)
     for name in octavo.kernels.__all__:
         assert getattr(octavo.kernels, name) is not None
+
+
+def test_the_library_prints_nothing_of_its_log_by_itself():
+    code = "import logging, octavo; logging.getLogger('octavo.engine').error('a step failed')"
+    done = subprocess.run((sys.executable, "-c", code), check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")

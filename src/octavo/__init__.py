@@ -6,6 +6,7 @@ The names below are resolved when first used, so that ``import octavo`` and ``oc
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
+
+# Who imports the library decides what is shown of its log; otherwise Python would print errors by itself.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOMES = {
     "LLM": "octavo.llm",

@@ -1,7 +1,9 @@
 import importlib.metadata
+import logging
 import resource
 import subprocess
 import sys
+import warnings
 
 import pytest
 import typer
@@ -102,6 +104,41 @@ def test_an_unexpected_failure_says_that_it_is_our_fault(octavo, failing):
         "octavo: error: ZeroDivisionError: division by zero "
         "(this is a fault in Octavo; --debug shows where)\n"
     )
+
+
+@pytest.fixture
+def talking(monkeypatch):
+    """`octavo doctor` logs and warns instead of examining."""
+    app = typer.Typer()
+
+    @app.command()
+    def doctor():
+        logger = logging.getLogger("octavo.kernels")
+        logger.debug("a detail")
+        logger.warning("compiled kernels are not\nkept")
+        logger.error("a step failed")
+        warnings.warn("a key is not used", stacklevel=1)
+
+    monkeypatch.setattr("octavo.cli.doctor.app", app)
+    # Outside of tests a warning is shown by default.
+    monkeypatch.setattr(warnings, "filters", [("always", None, UserWarning, None, 0)])
+
+
+@pytest.mark.usefixtures("talking")
+def test_a_warning_is_one_line_and_what_is_logged_beside_it_is_not_shown(octavo):
+    status, out, err = octavo("doctor")
+    assert (status, out) == (0, "")
+    assert err == ("octavo: warning: compiled kernels are not kept\noctavo: warning: a key is not used\n")
+
+
+@pytest.mark.usefixtures("talking")
+def test_debug_shows_everything_that_is_logged(octavo):
+    _, _, err = octavo("doctor", "--debug")
+    assert err == (
+        "octavo: debug: a detail\noctavo: warning: compiled kernels are not\nkept\n"
+        "octavo: error: a step failed\noctavo: warning: a key is not used\n"
+    )
+    assert logging.getLogger("octavo").level == logging.NOTSET
 
 
 def test_an_interrupt_is_status_130(octavo, failing):

@@ -5,10 +5,14 @@ Exit status: 0 done; 1 an `OctavoError` or another failure; 2 wrong usage; 130 i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import os
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +20,8 @@ from typer.core import TyperGroup
 
 from octavo.errors import OctavoError, nearest
 
-# typer carries its own copy of click in new releases and uses the real one in old ones;
-# the base of its public BadParameter is the UsageError of whichever it is.
-_UsageError: Any = typer.BadParameter.__mro__[1]
+# typer exports few of the errors of the click it carries; the others lie beside its BadParameter.
+_click_errors: Any = importlib.import_module(typer.BadParameter.__module__)
 
 COMMANDS = ("generate", "chat", "bench", "kv", "doctor")
 
@@ -62,7 +65,7 @@ def octavo(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Print the traceback of a failure; may also stand last."),
+        typer.Option("--debug", help="Print the log and the traceback of a failure; may also stand last."),
     ] = False,
 ) -> None:
     """Octavo: an LLM inference engine around a paged KV cache."""
@@ -75,13 +78,58 @@ def main(argv: list[str] | None = None) -> None:
     debug = "--debug" in options
     for _ in range(options.count("--debug")):
         argv.remove("--debug")
-    sys.exit(_run(argv, debug))
+    with _log_on_stderr(debug):
+        status = _run(argv, debug)
+    sys.exit(status)
+
+
+class _Lines(logging.Handler):
+    """Prints the library's warnings, one line each; under --debug all it logs, with tracebacks.
+
+    Errors are left out otherwise: the command itself says what failed.
+    """
+
+    def __init__(self, debug: bool) -> None:
+        super().__init__()
+        self._debug = debug
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._debug or record.levelno == logging.WARNING:
+            text = self.format(record)
+            print(
+                f"octavo: {record.levelname.lower()}: {text if self._debug else _folded(text)}",
+                file=sys.stderr,
+            )
+
+
+@contextlib.contextmanager
+def _log_on_stderr(debug: bool) -> Iterator[None]:
+    logger = logging.getLogger("octavo")
+    handler, level = _Lines(debug), logger.level
+
+    def show_warning(message: Warning | str, *where: Any) -> None:
+        print(f"octavo: warning: {_folded(str(message))}", file=sys.stderr)
+
+    logger.addHandler(handler)
+    if debug:
+        logger.setLevel(logging.DEBUG)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = show_warning  # type: ignore[assignment]  # takes any further arguments
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _run(argv: list[str], debug: bool) -> int:
     try:
         status = app(argv, prog_name="octavo", standalone_mode=False)
-    except _UsageError as error:
+    except _click_errors.UsageError as error:
         return _fail(_describe_usage_error(error), 2)
     except OctavoError as error:
         if debug:
@@ -103,12 +151,12 @@ def _run(argv: list[str], debug: bool) -> int:
 def _fail(message: str, status: int) -> int:
     """Prints the one line; a message of several lines is folded."""
     if message:
-        print(f"octavo: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"octavo: error: {_folded(message)}", file=sys.stderr)
     return status
 
 
 def _describe_usage_error(error: Any) -> str:
-    if type(error).__name__.startswith("NoArgsIsHelp"):
+    if isinstance(error, _click_errors.NoArgsIsHelpError):
         if error.message:  # with rich the help is on the screen already
             print(error.message)
         return ""
