@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from octavo.cache.allocator import BlockAllocator
 from octavo.cache.prefix_index import HashFn, Prefix, PrefixIndex
+from octavo.cache.sizing import blocks_for_tokens
+from octavo.cache.spec import check_block_size
 from octavo.errors import ConfigError
 
 _NEVER = sys.maxsize
@@ -67,8 +69,7 @@ class KVCacheManager:
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
-        if block_size < 1 or block_size & (block_size - 1):
-            raise ConfigError(f"block_size must be a power of two (1, 2, 4, ... 16 ...), got {block_size}")
+        check_block_size(block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -156,7 +157,7 @@ class KVCacheManager:
         table = self._tables[seq_id]
         if num_tokens <= table.capacity:
             return True
-        num_new = -(-(num_tokens - table.capacity) // self.block_size)
+        num_new = blocks_for_tokens(num_tokens - table.capacity, self.block_size)
         block_ids = self._take(num_new)
         if block_ids is None:
             return False

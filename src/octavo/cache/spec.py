@@ -45,6 +45,12 @@ def canonical_dtype(name: str) -> str:
     return short
 
 
+def check_block_size(block_size: int) -> None:
+    """ConfigError unless `block_size` is a power of two."""
+    if block_size < 1 or block_size & (block_size - 1):
+        raise ConfigError(f"block_size must be a power of two (1, 2, 4, ... 16 ...), got {block_size}")
+
+
 @dataclass(frozen=True)
 class KVCacheSpec:
     """The shape of a model's KV cache. Immutable and hashable; wrong values are ConfigErrors.
@@ -75,10 +81,7 @@ class KVCacheSpec:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.value_width < 0:
             raise ConfigError(f"value_head_dim must not be negative, got {self.value_width}")
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ConfigError(
-                f"block_size must be a power of two (1, 2, 4, ... 16 ...), got {self.block_size}"
-            )
+        check_block_size(self.block_size)
         if self.windows is not None:
             if len(self.windows) != self.num_layers:
                 raise ConfigError(f"windows has {len(self.windows)} entries for {self.num_layers} layers")

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from octavo.kernels.cpu import host, threads
 
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _PARALLEL_ITEMS = 1 << 14  # numbers below which waking the other threads costs more than it brings
 _ROWS_PER_TASK = 4
 
 
 def supports(x_dtype: torch.dtype) -> str | None:
     """None when the compiled kernel can do it, else why not."""
-    return host.unfit_reason() if x_dtype in _NAMES else f"no compiled kernel for {x_dtype}"
+    return host.unfit_reason() if x_dtype in host.DTYPE_NAMES else f"no compiled kernel for {x_dtype}"
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -26,6 +25,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     stride = x.stride(0) * x.element_size()
     parameters = (rows, width, x.data_ptr(), stride, out.data_ptr(), _ROWS_PER_TASK)
     threads.run(
-        small_kernels.silu_kernel(_NAMES[x.dtype]), parameters, parallel=out.numel() > _PARALLEL_ITEMS
+        small_kernels.silu_kernel(host.DTYPE_NAMES[x.dtype]),
+        parameters,
+        parallel=out.numel() > _PARALLEL_ITEMS,
     )
     return out

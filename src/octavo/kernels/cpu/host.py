@@ -1,4 +1,4 @@
-"""May this machine run the compiled kernels, and which register tile suits it."""
+"""May this machine run the compiled kernels, on which dtypes, and which register tile suits it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import importlib.util
 import platform
 from dataclasses import dataclass
 
+import torch
+
 FLOAT_BYTES = 4
+# The dtypes of tensors that the kernels load and store, under the names the compiled code has for them.
+DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from octavo.kernels.cpu import host, threads
 
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _PARALLEL_ITEMS = 1 << 17  # copied numbers below which waking the other threads costs more than it brings
 _TOKENS_PER_TASK = 16
 
@@ -15,7 +14,7 @@ _TOKENS_PER_TASK = 16
 def supports(k_dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
     """None when the compiled kernel can do it, else why not."""
     for dtype in (k_dtype, cache_dtype):
-        if dtype not in _NAMES:
+        if dtype not in host.DTYPE_NAMES:
             return f"no compiled kernel for {dtype}"
     return host.unfit_reason()
 
@@ -46,5 +45,5 @@ def write_kv_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
         v_cache.data_ptr(),
         *cache_strides[3:],
     )
-    kernel = small_kernels.kv_write_kernel(_NAMES[k.dtype], _NAMES[k_cache.dtype])
+    kernel = small_kernels.kv_write_kernel(host.DTYPE_NAMES[k.dtype], host.DTYPE_NAMES[k_cache.dtype])
     threads.run(kernel, parameters, parallel=k.numel() > _PARALLEL_ITEMS)

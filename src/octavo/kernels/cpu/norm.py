@@ -9,16 +9,15 @@ from torch import Tensor
 
 from octavo.kernels.cpu import host, threads
 
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _PARALLEL_ITEMS = 1 << 15  # numbers below which waking the other threads costs more than it brings
 _ROWS_PER_TASK = 8
 
 
 def supports(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
     """None when the compiled kernel can do it, else why not."""
-    if x_dtype not in _NAMES:
+    if x_dtype not in host.DTYPE_NAMES:
         return f"no compiled kernel for {x_dtype}"
-    if weight_dtype not in _NAMES:
+    if weight_dtype not in host.DTYPE_NAMES:
         return f"no compiled kernel for weights of {weight_dtype}"
     return host.unfit_reason()
 
@@ -50,6 +49,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
         struct.unpack("<i", struct.pack("<f", eps))[0],
         _ROWS_PER_TASK,
     )
-    kernel = small_kernels.norm_kernel(_NAMES[x.dtype], _NAMES[weight.dtype])
+    kernel = small_kernels.norm_kernel(host.DTYPE_NAMES[x.dtype], host.DTYPE_NAMES[weight.dtype])
     threads.run(kernel, parameters, parallel=x.numel() > _PARALLEL_ITEMS)
     return out, new_residual

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from octavo.kernels.cpu import host, threads
 
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _PARALLEL_ITEMS = 1 << 15  # numbers below which waking the other threads costs more than it brings
 _TOKENS_PER_TASK = 8
 
 
 def supports(q_dtype: torch.dtype) -> str | None:
     """None when the compiled kernel can do it, else why not."""
-    return host.unfit_reason() if q_dtype in _NAMES else f"no compiled kernel for {q_dtype}"
+    return host.unfit_reason() if q_dtype in host.DTYPE_NAMES else f"no compiled kernel for {q_dtype}"
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, interleaved: bool) -> None:
@@ -40,5 +39,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor,
         k.stride(1) * item,
         k.shape[1],
     )
-    kernel = small_kernels.rotary_kernel(_NAMES[q.dtype], "interleaved" if interleaved else "halves")
+    kernel = small_kernels.rotary_kernel(
+        host.DTYPE_NAMES[q.dtype], "interleaved" if interleaved else "halves"
+    )
     threads.run(kernel, parameters, parallel=q.numel() > _PARALLEL_ITEMS)
