@@ -350,5 +350,5 @@ def test_the_config_needs_no_torch(tmp_path: Path) -> None:
     assert out.stdout.split() == ["16", "False"]
 
 
-def test_the_helper_permutes_as_the_handed_case_says() -> None:
+def test_the_helper_permutes_as_a_worked_example_says() -> None:
     assert permuted(np.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
