@@ -1,4 +1,4 @@
-"""The programs in bench/: each can be asked for help, and every option that a page names is one of its own."""
+"""The programs in bench/: each can be asked for help, and has every option that a page names."""
 
 import re
 import subprocess
