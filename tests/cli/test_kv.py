@@ -238,7 +238,7 @@ def test_no_model_at_all(octavo):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as JSON"),
+        ("{", "is not valid JSON"),
         ("[]", "must hold a JSON object, got list"),
         ("{}", "num_hidden_layers is missing"),
         ('{"n_layer": 2, "n_head": 2, "n_embd": 8}', "states no maximum length; give --context"),

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli.options import EngineOptions, expands
+from octavo.cli.options import EngineOptions, Model, expands
 from octavo.cli.session import open_llm
 from octavo.errors import nearest
 
@@ -25,10 +25,7 @@ def bench() -> None:
 @app.command()
 @expands(engine=EngineOptions)
 def throughput(
-    model: Annotated[
-        str,
-        typer.Argument(help="Folder, .gguf file, Hugging Face repo id, or smollm2-135m.", metavar="MODEL"),
-    ] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     workload: Annotated[
         str, typer.Option(help="random (that of nano-vllm's bench.py) or shared-prefix.")
     ] = "random",

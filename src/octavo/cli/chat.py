@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import EngineOptions, SamplingOptions, expands
+from octavo.cli.options import EngineOptions, Model, SamplingOptions, expands
 from octavo.cli.session import describe_timing, open_llm
 from octavo.errors import OctavoError, RequestError, nearest
 
@@ -36,10 +36,7 @@ HELP = {
 @app.command()
 @expands(sampling=SamplingOptions, engine=EngineOptions)
 def chat(
-    model: Annotated[
-        str,
-        typer.Argument(help="Folder, .gguf file, Hugging Face repo id, or smollm2-135m.", metavar="MODEL"),
-    ] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     system: Annotated[str | None, typer.Option(help="System message the conversation starts with.")] = None,
     *,
     sampling: SamplingOptions,

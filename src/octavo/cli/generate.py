@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.options import EngineOptions, SamplingOptions, expands
+from octavo.cli.options import EngineOptions, Model, SamplingOptions, expands
 from octavo.cli.session import describe_timing, open_llm, output_as_json
 from octavo.errors import RequestError
 
@@ -23,10 +23,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 @expands(sampling=SamplingOptions, engine=EngineOptions)
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(help="Folder, .gguf file, Hugging Face repo id, or smollm2-135m.", metavar="MODEL"),
-    ],
+    model: Model,
     prompts: Annotated[
         list[str],
         typer.Argument(help="One or more prompts; - reads one from standard input.", metavar="PROMPT"),

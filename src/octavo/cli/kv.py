@@ -13,7 +13,9 @@ import typer
 from octavo.cache.sizing import RequestSizing, format_bytes, num_blocks_for_bytes, parse_memory, size_requests
 from octavo.cache.spec import KVCacheSpec
 from octavo.errors import ConfigError, ModelError
+from octavo.models.config import load_json
 from octavo.models.shapes import KNOWN_SHAPES, known_shape, kv_cache_spec, max_positions, suggest_shape
+from octavo.models.source import resolve_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,13 +179,11 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     """Where the config of `model` was found, and the config. What is on the disk wins over a known shape."""
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".json":
-        return str(path), _read_json(path)
+        return str(path), load_json(path)
     if not path.exists():
         shape = known_shape(model)
         if shape is not None:
             return "known shape", shape
-    from octavo.models.source import resolve_model
-
     try:
         source = resolve_model(model, files="config")
     except ModelError as error:
@@ -196,17 +196,7 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
         ) from error
     if source.kind == "gguf":
         return str(source.path), _config_from_gguf(source.path)
-    return str(source.path / "config.json"), _read_json(source.path / "config.json")
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(config, Mapping):
-        raise ModelError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
+    return str(source.path / "config.json"), load_json(source.path / "config.json")
 
 
 def _config_from_gguf(path: Path) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError, nearest
@@ -113,17 +114,18 @@ def load_config(source: ModelSource) -> ModelConfig:
 
         with GGUFFile(source.path) as file:
             return config_from_gguf(file)
-    return ModelConfig.from_hf(load_json(source, "config.json"))
+    return ModelConfig.from_hf(load_json(source.path / "config.json"))
 
 
-def load_json(source: ModelSource, name: str) -> dict[str, Any]:
-    """One JSON object out of a model folder; ModelError when it is missing or is none."""
-    path = source.path / name
+def load_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ModelError when there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"model: {path} does not exist") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ModelError(f"model: {path} cannot be read: {error}") from error
+    except ValueError as error:
         raise ModelError(f"model: {path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"model: {path} must hold a JSON object, got {type(value).__name__}")

@@ -209,9 +209,10 @@ def _generation_config(source: ModelSource, gguf: GGUFFile | None) -> dict[str, 
         names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
         ids = {key: gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
         return {key: value for key, value in ids.items() if value is not None}
-    if (source.path / "generation_config.json").is_file():
-        return load_json(source, "generation_config.json")
-    config = load_json(source, "config.json")
+    path = source.path / "generation_config.json"
+    if path.is_file():
+        return load_json(path)
+    config = load_json(source.path / "config.json")
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {key: config[key] for key in keys if config.get(key) is not None}
 
