@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from helpers.models import saved, tiny_hf_model
 from helpers.text import letters_backend
 
 from octavo import LLM, CapacityError, ConfigError, EngineError, ModelError, RequestError, SamplingParams
+from octavo.engine.core import _mix
 
 CHAT_TEMPLATE = """{% for m in messages -%}
 {{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"""
@@ -281,3 +283,26 @@ def test_calls_that_nano_vllm_users_have_in_their_fingers(folder: Path) -> None:
         params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in (5, 9)]
         llm.generate(["Benchmark"], SamplingParams())
         assert [len(o.token_ids) for o in llm.generate(prompts, params, use_tqdm=False)] == [5, 9]
+
+
+def test_followers_see_the_prompt_from_their_first_token_on(llm: LLM) -> None:
+    greedy = {"max_tokens": 6, "ignore_eos": True, "repetition_penalty": 3.0}
+    (alone,) = llm.generate("hello", SamplingParams(**greedy), use_tqdm=False)
+    (three,) = llm.generate("hello", SamplingParams(n=3, **greedy), use_tqdm=False)
+    assert [o.token_ids for o in three.outputs] == [alone.token_ids] * 3
+    drawn = SamplingParams(n=3, temperature=2.0, seed=1, max_tokens=6, ignore_eos=True)
+    (output,) = llm.generate("hello", drawn, use_tqdm=False)
+    for completion in output.outputs[1:]:
+        seed = _mix(1, completion.index)
+        params = SamplingParams(temperature=2.0, seed=seed, max_tokens=6, ignore_eos=True)
+        assert ids(llm, "hello", params) == [completion.token_ids]
+
+
+def test_stream_lost_in_a_cycle_is_aborted_at_the_next_chance(llm: LLM) -> None:
+    stream: Any = llm.stream("hello", SamplingParams(max_tokens=None, ignore_eos=True))
+    next(stream)
+    stream.itself = stream
+    del stream
+    gc.collect()
+    assert llm.stats().num_running == 0
+    assert llm.stats().num_owned_blocks == 0

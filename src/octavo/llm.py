@@ -333,7 +333,7 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self._engine.abort(self._request.request_id)
+        self._engine.drop(self._request.request_id)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

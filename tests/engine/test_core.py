@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from helpers.engine import VOCAB_SIZE, ScriptedRunner, next_token
 from helpers.text import letters_tokenizer
@@ -28,11 +31,15 @@ class FakeRunner:
     def __init__(self, cache: KVCacheManager, poison: dict[int, str]) -> None:
         self.scripted = ScriptedRunner(cache)
         self.poison = poison
+        self.during_step: Callable[[], object] = lambda: None
 
     def execute(self, plan: Schedule) -> SamplerOutput:
         troubles = [self.poison.get(seq.token_ids[0]) for seq in plan.sequences]
+        self.during_step()
         if "raise" in troubles:
             raise ZeroDivisionError("boom")
+        if "interrupt" in troubles:
+            raise KeyboardInterrupt
         token_ids = self.scripted.run(plan)
         errors = {j: "logits are NaN" for j, row in enumerate(plan.sampled_rows) if troubles[row] == "nan"}
         logprobs = [
@@ -208,13 +215,20 @@ def test_bad_logits_end_one_row_and_harm_no_neighbour() -> None:
 
 
 def test_step_that_raises_ends_its_requests_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="octavo")
     engine = make_engine(poison={13: "raise"}, max_num_seqs=2)
     bad = engine.add_request([13, 1], SamplingParams(n=2))
     later = engine.add_request([1, 2], SamplingParams(max_tokens=4, seed=0, ignore_eos=True))
-    with caplog.at_level(logging.CRITICAL, logger="octavo"):
-        drain(engine)
+    drain(engine)
     assert bad.output is not None
     assert later.output is not None
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [(record.getMessage(), record.exc_info) for record in errors] == [
+        ("the step failed: ZeroDivisionError: boom; 1 requests end with it", None)
+    ]
+    assert [record.exc_info is not None for record in caplog.records if record.levelno == logging.DEBUG] == [
+        True
+    ]
     assert bad.output.error == "the step failed: ZeroDivisionError: boom"
     assert [c.finish_reason for c in bad.output.outputs] == ["error", "error"]
     assert later.output.token_ids == answer([1, 2], 4, 0)
@@ -328,3 +342,104 @@ def test_trace_has_one_line_per_step_that_adds_up(tmp_path: Path) -> None:
 def test_trace_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trace: cannot write .*No such file or directory"):
         make_engine(trace=str(tmp_path / "no" / "where.jsonl"))
+
+
+def test_interrupted_step_ends_what_ran_in_it_and_is_raised_again() -> None:
+    engine = make_engine(poison={13: "interrupt"}, max_num_seqs=2)
+    bad = engine.add_request([13, 1], SamplingParams(n=2))
+    later = engine.add_request([1, 2], SamplingParams(max_tokens=4, seed=0, ignore_eos=True))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert bad.output is not None
+    assert bad.output.error == "the step failed: KeyboardInterrupt: "
+    assert engine.cache.num_owned == 0
+    drain(engine)
+    assert later.output is not None
+    assert later.output.token_ids == answer([1, 2], 4, 0)
+
+
+def test_request_dropped_in_the_middle_of_a_step_harms_nobody() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=5, seed=0, ignore_eos=True)
+    dropped, kept = engine.add_request([1, 2], params), engine.add_request([3, 4], params)
+    engine.runner.during_step = lambda: engine.drop(dropped.request_id)  # type: ignore[attr-defined]
+    drain(engine)
+    assert dropped.output is not None
+    assert kept.output is not None
+    assert dropped.output.finish_reason == "abort"
+    assert kept.output.token_ids == answer([3, 4], 5, 0)
+    assert engine.cache.num_owned == 0
+
+
+def test_more_log_probabilities_than_memory_holds_are_refused() -> None:
+    engine = make_engine(max_model_len=100_000, num_blocks=30_000)
+    with pytest.raises(RequestError, match=r"prompt_logprobs=-1 for 50000 tokens is 2,500,000 .* 2,000,000"):
+        engine.add_request([1] * 50_000, SamplingParams(prompt_logprobs=-1))
+    with pytest.raises(RequestError, match="logprobs=50 for 90000 tokens is 4,500,000"):
+        engine.add_request([1], SamplingParams(logprobs=50, n=3, max_tokens=30_000))
+    engine.add_request([1] * 50, SamplingParams(prompt_logprobs=-1, logprobs=-1, max_tokens=10))
+
+
+def test_stats_count_prompt_hit_and_output_tokens() -> None:
+    engine = make_engine(poison={13: "nan"}, budget=8)
+    for prompt in ([1] * 17, [1] * 17, [13] * 3):
+        engine.add_request(prompt, SamplingParams(max_tokens=4, seed=0, ignore_eos=True))
+        drain(engine)
+    stats = engine.stats()
+    assert (stats.num_prompt_tokens, stats.num_hit_tokens, stats.num_output_tokens) == (17 + 1 + 3, 16, 8)
+
+
+def test_integers_of_numpy_are_token_ids() -> None:
+    request = run(make_engine(), np.array([1, 2]), SamplingParams(max_tokens=2, seed=0, ignore_eos=True))  # type: ignore[arg-type]
+    assert request.prompt_token_ids == [1, 2]
+    assert [type(token) for token in request.prompt_token_ids] == [int, int]
+
+
+def test_stop_string_begun_before_min_tokens_and_completed_after_it() -> None:
+    tokens = answer([5, 6], 12, 1)
+    text = letters(tokens)
+    for min_tokens in (3, 4, 5):
+        params = SamplingParams(max_tokens=12, min_tokens=min_tokens, seed=1, stop=text[2:5], ignore_eos=True)
+        output = run(make_engine(), [5, 6], params).output
+        assert output is not None
+        assert (output.text, output.finish_reason) == (text[:2], "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": "x"}, "priority must be an int"),
+        ({"priority": None}, "priority must be an int"),
+        ({"priority": float("nan")}, "priority must be an int"),
+        ({"cache_salt": [1]}, r"cache_salt must be a string, got \[1\]"),
+        ({"cache_salt": None}, "cache_salt must be a string, got None"),
+    ],
+)
+def test_bad_request_options_are_refused_beside_a_running_request(options: Any, message: str) -> None:
+    engine = make_engine()
+    good = engine.add_request([1, 2], SamplingParams(max_tokens=3, seed=1, ignore_eos=True))
+    engine.step()
+    with pytest.raises(RequestError, match=message):
+        engine.add_request([1], SamplingParams(), **options)
+    drain(engine)
+    assert good.output is not None
+    assert good.output.token_ids == answer([1, 2], 3, 1)
+
+
+def test_scheduler_that_raises_ends_everything_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(max_num_seqs=2)
+    requests = [engine.add_request([i], SamplingParams(n=2)) for i in range(3)]
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "_schedule_decodes", lambda plan: 1 / 0)
+        assert len(engine.step()) == 3
+    for request in requests:
+        assert request.output is not None
+        assert request.output.error == "the step failed: ZeroDivisionError: division by zero"
+    assert not engine.has_work
+    assert engine.cache.num_owned == 0
+    output = run(engine, [1, 2], SamplingParams(max_tokens=3, seed=1, ignore_eos=True)).output
+    assert output is not None
+    assert output.token_ids == answer([1, 2], 3, 1)

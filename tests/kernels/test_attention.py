@@ -251,7 +251,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(implementation: 
 
 def test_the_numbers_of_threads_do_not_change_the_bits(implementation: str) -> None:
     batch = Batch.random(LENS_Q, LENS_K, heads=(9, 3))
-    before = threads.configure()
+    before = threads.num_threads()
     try:
         threads.configure(1)
         one = attend(batch, 16, causal=True)

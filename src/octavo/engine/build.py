@@ -66,7 +66,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     batches = BatchBuilder(
         cache.block_table,
         num_rows=scheduler.max_num_rows,
-        max_blocks_per_row=-(-config.max_model_len // config.block_size),
+        max_blocks_per_row=min(num_blocks, -(-config.max_model_len // config.block_size)),
         block_size=config.block_size,
     )
     vocab_size = loaded.config.vocab_size

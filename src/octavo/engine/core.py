@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from octavo.config import EngineConfig
 from octavo.engine.output import OutputProcessor
 from octavo.engine.request import Request
 from octavo.engine.runner import ModelRunner
+from octavo.engine.schedule import Schedule
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.trace import StepTrace
 from octavo.errors import EngineError, RequestError
@@ -27,10 +30,17 @@ from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
 
+MAX_LOGPROBS_PER_REQUEST = 2_000_000
+"""Most log probabilities one request may bring together; each takes some 400 bytes."""
+
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts at one moment. `num_*_tokens` and the events are totals since the engine started."""
+    """Counts at one moment; tokens and events are totals since the engine started.
+
+    `num_prompt_tokens` counts prompt tokens computed (again after a preemption), `num_hit_tokens` those that
+    the prefix cache supplied, `num_output_tokens` tokens sampled.
+    """
 
     num_waiting: int
     num_running: int
@@ -71,6 +81,7 @@ class Engine:
         self._clock = clock
         self._arrivals = itertools.count()
         self._next_seq_id = 0
+        self._dropped: deque[str] = deque()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = self._num_hit_tokens = 0
         self._is_closed = False
 
@@ -102,8 +113,14 @@ class Engine:
         """
         if self._is_closed:
             raise EngineError("the engine is closed; make a new LLM")
-        self._check_prompt(prompt_token_ids)
+        self._abort_dropped()
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an int (lower runs first), got {priority!r}")
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be a string, got {cache_salt!r}")
+        token_ids = self._checked_prompt(prompt_token_ids)
         params.validate_for(self.vocab_size, self.scheduler.max_model_len)
+        self._check_num_logprobs(len(token_ids), params)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
         arrival = next(self._arrivals)
@@ -113,7 +130,7 @@ class Engine:
         base = params.seed if params.seed is not None else _mix(self.config.seed, arrival)
         request = Request(
             request_id,
-            list(prompt_token_ids),
+            token_ids,
             params,
             seeds=[base if i == 0 else _mix(base, i) for i in range(params.n)],
             first_seq_id=self._next_seq_id,
@@ -134,35 +151,52 @@ class Engine:
         """Run one step; returns the requests that have news (a chunk, or their output). Empty when idle.
 
         A step that raises ends the requests that ran in it with an error; the others, and the engine, go on.
+        So does one that Ctrl-C interrupts, which is raised again afterwards: half a step is not kept.
         """
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return []
+        self._abort_dropped()
         began = self._clock()
-        for seq in plan.admitted:
-            if seq.request.first_scheduled_s is None:
-                seq.request.first_scheduled_s = began
-        if self.trace:
-            self.trace.begin(plan)
+        plan = None
         try:
-            sampled = self.runner.execute(plan)
-        except Exception as error:
-            logger.exception("a step failed; its %d sequences end with an error", len(plan.sequences))
-            now = self._clock()
-            changed = list({seq.request.request_id: seq.request for seq in plan.sequences}.values())
-            for request in changed:
-                self.output.fail(request, f"the step failed: {type(error).__name__}: {error}", now)
-        else:
-            self.scheduler.commit(plan, sampled.token_ids)
-            changed = self.output.process(plan, sampled, self._clock())
-            self._num_prompt_tokens += plan.num_tokens - plan.num_decode_rows
-            self._num_output_tokens += len(plan.sampled)
-            self._num_hit_tokens += plan.num_hit_tokens
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return []
+            changed = self._run(plan, began)
+        except BaseException as error:
+            changed = self._fail(plan, error)
+            if not isinstance(error, Exception):
+                raise
         self._num_steps += 1
         if self.trace:
             self.trace.end(self._clock() - began, len(self.scheduler.waiting), len(self.scheduler.running))
         self._forget_finished(changed)
         return changed
+
+    def _run(self, plan: Schedule, began: float) -> list[Request]:
+        for seq in plan.admitted:
+            if seq.request.first_scheduled_s is None:
+                seq.request.first_scheduled_s = began
+        if self.trace:
+            self.trace.begin(plan)
+        sampled = self.runner.execute(plan)
+        self._num_prompt_tokens += plan.num_prompt_tokens
+        self._num_hit_tokens += plan.num_hit_tokens
+        self._num_output_tokens += len(sampled.token_ids) - len(sampled.errors)
+        self.scheduler.commit(plan, sampled.token_ids)
+        return self.output.process(plan, sampled, self._clock())
+
+    def _fail(self, plan: Schedule | None, error: BaseException) -> list[Request]:
+        """End every request of a broken step; all of them if it broke before there was a plan."""
+        if plan is None:
+            requests = list(self.requests.values())
+        else:
+            requests = list({seq.request.request_id: seq.request for seq in plan.sequences}.values())
+        what = f"the step failed: {type(error).__name__}: {error}"
+        logger.error("%s; %d requests end with it", what, len(requests))
+        logger.debug("the failed step", exc_info=error)
+        for request in requests:
+            self.output.fail(request, what, self._clock())
+        self._forget_finished(requests)
+        return requests
 
     def abort(self, request_id: str) -> None:
         """End a request now, wherever it stands. Unknown or finished ids are ignored."""
@@ -171,7 +205,16 @@ class Engine:
             self.output.abort(request, self._clock())
             self._forget_finished([request])
 
+    def drop(self, request_id: str) -> None:
+        """Abort a request at the next chance. For `__del__`, which may run in the middle of a step."""
+        self._dropped.append(request_id)
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            self.abort(self._dropped.popleft())
+
     def stats(self) -> EngineStats:
+        self._abort_dropped()
         return EngineStats(
             num_waiting=len(self.scheduler.waiting),
             num_running=len(self.scheduler.running),
@@ -196,16 +239,34 @@ class Engine:
             self.trace.close()
         self._is_closed = True
 
-    def _check_prompt(self, prompt_token_ids: Seq[int]) -> None:
-        if not prompt_token_ids:
+    def _checked_prompt(self, prompt_token_ids: Seq[int]) -> list[int]:
+        if not len(prompt_token_ids):
             raise RequestError("prompt is empty: there is no token to continue from; give at least one token")
-        for i, token_id in enumerate(prompt_token_ids):
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise RequestError(f"prompt_token_ids[{i}] must be an int, got {token_id!r}")
+        token_ids: list[int] = []
+        for i, item in enumerate(prompt_token_ids):
+            if isinstance(item, bool) or not hasattr(item, "__index__"):
+                raise RequestError(f"prompt_token_ids[{i}] must be an int, got {item!r}")
+            token_id = operator.index(item)  # NumPy's integers are welcome
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
                     f"prompt_token_ids[{i}] is {token_id}, outside the vocabulary "
                     f"(0 to {self.vocab_size - 1})"
+                )
+            token_ids.append(token_id)
+        return token_ids
+
+    def _check_num_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        longest = self.scheduler.max_model_len - num_prompt_tokens
+        num_new = longest if params.max_tokens is None else min(params.max_tokens, longest)
+        for name, num_tokens in (("prompt_logprobs", num_prompt_tokens), ("logprobs", num_new * params.n)):
+            width = getattr(params, name)
+            if width is None:
+                continue
+            width = self.vocab_size if width < 0 else width
+            if num_tokens * width > MAX_LOGPROBS_PER_REQUEST:
+                raise RequestError(
+                    f"{name}={getattr(params, name)} for {num_tokens} tokens is {num_tokens * width:,} log "
+                    f"probabilities; the limit is {MAX_LOGPROBS_PER_REQUEST:,}; lower {name} or the tokens"
                 )
 
     def _forget_finished(self, requests: list[Request]) -> None:

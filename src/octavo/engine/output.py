@@ -31,9 +31,8 @@ class _SequenceText:
         self.pieces: list[str] = []
 
     def push(self, token_ids: list[int], *, may_stop: bool) -> tuple[str, str | None]:
-        """New visible text, and the stop string that ended it. Before `may_stop` no stop string counts."""
-        piece = self.detokenizer.push(token_ids)
-        return self.checker.push(piece) if may_stop else (piece, None)
+        """New visible text, and the stop string that ended it; see `StopChecker.push`."""
+        return self.checker.push(self.detokenizer.push(token_ids), may_stop=may_stop)
 
     def finish(self) -> tuple[str, str | None]:
         """The text held back so far; the flushed tail may still complete a stop string."""

@@ -26,10 +26,13 @@ class Sequence:
     num_covered_tokens: tokens its block table has room for, so that most steps need not ask the cache.
     row: its index in the runner's per-row arrays while running. num_synced_blocks: how many entries of its
         block table those arrays already hold; back to 0 whenever earlier entries changed.
+    num_bypassed: how often another was admitted while it stood first in the queue. blocked_at: the
+        scheduler's count of releases when it last did not fit; until the next it need not be tried again.
     is_tail_shared: its last, partly filled block may be shared with a sibling, so the next write may copy.
     """
 
     __slots__ = (
+        "blocked_at",
         "error",
         "finish_reason",
         "index",
@@ -71,6 +74,7 @@ class Sequence:
         self.row = -1
         self.is_tail_shared = False
         self.num_bypassed = 0
+        self.blocked_at = -1
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: str | None = None
@@ -152,9 +156,8 @@ class Request:
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
-        # Followers share nothing with the prompt list until they fork: theirs is filled then.
         self.sequences = [
-            Sequence(self, i, first_seq_id + i, seed, list(prompt_token_ids) if i == 0 else [])
+            Sequence(self, i, first_seq_id + i, seed, list(prompt_token_ids))
             for i, seed in zip(range(params.n), seeds, strict=True)
         ]
 

@@ -20,7 +20,7 @@ class ModelRunner:
 
     def __init__(self, model: CausalLM, kv_cache: KVCache, batches: BatchBuilder, sampler: Sampler) -> None:
         # torch's threads and ours would fight over the cores, so torch gets them only for its own products.
-        self.torch_threads = threads.configure() if model.weights_form == "dense" else 1
+        self.torch_threads = threads.num_threads() if model.weights_form == "dense" else 1
         self.model = model
         self.kv_cache = kv_cache
         self.batches = batches

@@ -32,3 +32,11 @@ class Schedule:
     num_tokens: int = 0
     num_decode_rows: int = 0
     num_hit_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of prompts among `num_tokens`; to be asked before the step is committed."""
+        return sum(
+            min(num_new, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
+            for seq, num_new in zip(self.sequences, self.num_new_tokens, strict=True)
+        )

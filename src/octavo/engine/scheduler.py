@@ -61,6 +61,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_releases = 0
         self._free_rows = list(range(self.max_num_rows - 1, -1, -1))
 
     @property
@@ -111,9 +112,8 @@ class Scheduler:
             return
         request = seq.request
         if seq.status is Status.RUNNING:
-            self.cache.close(seq.seq_id)
+            self._release(seq)
             self.running.remove(seq)
-            self._release_rows(seq)
         elif seq.index == 0 or request.is_forked:  # before the fork, followers are not queued
             self.waiting.remove(seq)
         seq.status = Status.FINISHED
@@ -210,7 +210,7 @@ class Scheduler:
         """Give a waiting sequence rows and all blocks of its tokens; False changes nothing."""
         request, cache = seq.request, self.cache
         num_rows = request.num_waiting_rows
-        if num_rows > len(self._free_rows):
+        if seq.blocked_at == self._num_releases or num_rows > len(self._free_rows):
             return False
         num_tokens = len(seq.token_ids)
         hit = None
@@ -220,6 +220,7 @@ class Scheduler:
             num_needed -= len(hit.block_ids)
         watermark = self.watermark_blocks if self.running else 0
         if not cache.can_allocate(num_needed + watermark, hit.block_ids if hit else ()):
+            seq.blocked_at = self._num_releases
             return False
         cache.open(seq.seq_id, hit, request.cache_salt)
         has_grown = cache.grow(seq.seq_id, num_tokens)
@@ -267,7 +268,6 @@ class Scheduler:
         leader.is_tail_shared = leader.num_computed_tokens % self.block_size != 0
         for follower in request.sequences[1:]:
             self.cache.fork(leader.seq_id, follower.seq_id)
-            follower.token_ids = list(leader.token_ids)
             follower.num_computed_tokens = leader.num_computed_tokens
             follower.num_covered_tokens = leader.num_covered_tokens
             follower.num_synced_blocks = 0
@@ -296,8 +296,7 @@ class Scheduler:
 
     def _preempt_newest(self, plan: Schedule) -> Sequence:
         seq = self.running.pop()
-        self.cache.close(seq.seq_id)
-        self._release_rows(seq)
+        self._release(seq)
         seq.status = Status.WAITING
         seq.num_computed_tokens = seq.num_covered_tokens = 0
         seq.is_tail_shared = False
@@ -307,7 +306,10 @@ class Scheduler:
         plan.preempted.append(seq)
         return seq
 
-    def _release_rows(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence) -> None:
+        """Give back the blocks and rows of a running sequence."""
+        self.cache.close(seq.seq_id)
+        self._num_releases += 1
         members = [seq] if seq.request.is_forked else seq.request.sequences
         for member in members:
             self._free_rows.append(member.row)

@@ -246,10 +246,14 @@ def _linear_packed(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
         _zeros().data_ptr(),
         out.data_ptr(),
         max(1, panels // _TASKS),
-        threads.scratch(linear_kernel.scratch_bytes(panel)),
     )
     kernel = linear_kernel.linear_kernel(w.form)
-    threads.run(kernel, parameters, parallel=rows * columns * depth >= _PARALLEL_WORK)
+    threads.run(
+        kernel,
+        parameters,
+        parallel=rows * columns * depth >= _PARALLEL_WORK,
+        scratch_bytes=linear_kernel.scratch_bytes(panel),
+    )
     return out
 
 

@@ -27,14 +27,18 @@ class StopChecker:
         self._held = ""
         self._matched: str | None = None
 
-    def push(self, piece: str) -> tuple[str, str | None]:
-        """`(visible text, matched stop or None)`; after a match, always `("", that stop)`."""
+    def push(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """`(visible text, matched stop or None)`; after a match, always `("", that stop)`.
+
+        Without `may_stop` a stop string that is complete in this piece is let through; one that begins in it
+        still counts when a later piece completes it.
+        """
         if self._matched is not None:
             return "", self._matched
         if not self._stops:
             return piece, None
         text = self._held + piece
-        match = self._find(text)
+        match = self._find(text) if may_stop else None
         if match is not None:
             start, self._matched = match
             self._held = ""

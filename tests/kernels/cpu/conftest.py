@@ -16,6 +16,6 @@ def compiled_kernels_run_here() -> None:
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], int]]:
-    before = threads.configure()
+    before = threads.num_threads()
     yield lambda num_threads: threads.configure(num_threads)
     threads.configure(before)

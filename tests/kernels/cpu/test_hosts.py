@@ -111,3 +111,15 @@ def test_without_a_writable_cache_folder_kernels_are_compiled_with_a_warning(
     with caplog.at_level(logging.WARNING, logger=compiled.__name__):
         assert compiled.compile_kernel(kernel) != 0
     assert "set NUMBA_CACHE_DIR" in caplog.text
+
+
+def test_each_variant_of_a_kernel_has_a_cache_entry_of_its_own(tmp_path: Path) -> None:
+    """Numba's index of one name is written without a lock: two processes could swap each other's code."""
+    program = (
+        "from octavo.kernels.cpu.linear_kernel import linear_kernel\n"
+        "for form in ('float32', 'float16', 'int8'): linear_kernel(form)"
+    )
+    for target in ({}, {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}):
+        environment = {**os.environ, **target, "NUMBA_CACHE_DIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert len(list(tmp_path.rglob("*.nbi"))) == len(list(tmp_path.rglob("*.nbc"))) == 6

@@ -127,8 +127,7 @@ def varlen_attention(
         zeros,
         lane_numbers,
         task.scratch_bytes,
-        threads.scratch(task.scratch_bytes),
     )
     work = num_tokens * num_heads * max_seqlen_k * head_dim
     kernel = attention_kernel.attention_kernel(_NAMES[q.dtype], _NAMES[k.dtype])
-    threads.run(kernel, parameters, parallel=work > _PARALLEL_WORK)
+    threads.run(kernel, parameters, parallel=work > _PARALLEL_WORK, scratch_bytes=task.scratch_bytes)

@@ -37,7 +37,13 @@ def compile_kernel(function: Callable[[int], None]) -> int:
     """
     import numba
     from numba import types
+    from numba.core.registry import cpu_target
 
+    # Numba keeps all variants of one name in one index, which two processes may write at once, and then a
+    # variant finds another's code. A name of its own for each variant and CPU leaves nothing to mix up.
+    closure = [cell.cell_contents for cell in function.__closure__ or ()]
+    variant = repr((cpu_target.target_context.codegen().magic_tuple(), closure))
+    function.__qualname__ += f"_{hashlib.sha256(variant.encode()).hexdigest()[:16]}"
     # `_nrt` off: no array is ever made here, so Numba's reference counting need not be linked.
     options: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
     compiler = functools.partial(numba.cfunc, types.void(types.intp), **options)

@@ -41,9 +41,8 @@ def worker_loop() -> int:
 
 @functools.cache
 def lead() -> int:
-    """Address of ``void lead(call)``: `call` is (address of the cells, kernel, block).
-
-    Returns when the work is done, or with ACTIVE above 0 when it waited long for a worker that is inside.
+    """Address of ``void lead(request)``: `request` is (address of the cells, kernel, block, address of a
+    function that lets the system run somebody else). Returns when the work is done and every worker has left.
     """
     return compile_kernel(_lead(LEADER_SPINS, source_digest()))
 
@@ -76,15 +75,19 @@ def _lead(spins: int, digest: str) -> Callable[[int], None]:
         cells = load_i64(request, 0)
         kernel = load_i64(request, 1)
         block = load_i64(request, 2)
+        give_way = load_i64(request, 3)
         store_i64(cells, KERNEL, kernel)
         store_i64(cells, BLOCK, block)
         atomic_add(cells, GENERATION, 1)
         call(kernel, block)
         atomic_add(cells, GENERATION, 1)
-        for _ in range(spins):
-            if atomic_load(cells, ACTIVE) == 0:
-                break
-            pause()
+        looks = 0
+        while atomic_load(cells, ACTIVE) != 0:
+            looks += 1
+            if looks < spins:
+                pause()
+            else:  # a worker inside lost its core: let it have ours
+                call(give_way, 0)
 
     return leader
 

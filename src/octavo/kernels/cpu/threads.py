@@ -22,7 +22,6 @@ import ctypes
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -36,14 +35,13 @@ FIRST_PARAMETER = 2
 
 
 def configure(num_threads: int | None = None) -> int:
-    """Set how many threads run a kernel, the calling one included; returns the number.
+    """Set how many threads run a kernel in this process, the calling one included; returns the number.
 
-    None leaves it as it is; at first that is `torch.get_num_threads()`, the cores this process may use.
-    Raises ConfigError for what is no number of threads.
+    None is every core this process may use, as torch counts them. Raises ConfigError for what is no number.
     """
     global _team
     if num_threads is None:
-        return _current_team().num_threads
+        num_threads = _NUM_CORES
     if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
         raise ConfigError(f"num_threads must be an int of at least 1, got {num_threads!r}")
     with _team_lock:
@@ -52,6 +50,11 @@ def configure(num_threads: int | None = None) -> int:
                 _team.close()
             _team = _Team(num_threads)
         return _team.num_threads
+
+
+def num_threads() -> int:
+    """How many threads run a kernel."""
+    return _current_team().num_threads
 
 
 @contextmanager
@@ -68,14 +71,19 @@ def torch_threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(kernel: int, parameters: Sequence[int], *, parallel: bool) -> None:
+def run(kernel: int, parameters: Sequence[int], *, parallel: bool, scratch_bytes: int = 0) -> None:
     """Run `kernel` to its end on this thread alone, or on the whole team.
 
-    `parameters` become ``block[FIRST_PARAMETER:]``. The GIL is released meanwhile.
+    `parameters` become ``block[FIRST_PARAMETER:]``. With `scratch_bytes` one more follows them: the address
+    of that much memory for each worker, one after the other, cache-line aligned, unset. The GIL is released
+    meanwhile.
     """
+    team = _current_team()
     block = array.array("q", (0, 0, *parameters))
+    if scratch_bytes:
+        block.append(_scratch_address(scratch_bytes * team.num_threads))
     if parallel:
-        _current_team().run(kernel, block.buffer_info()[0])
+        team.run(kernel, block.buffer_info()[0])
     else:
         _callable(kernel)(block.buffer_info()[0])
 
@@ -83,9 +91,9 @@ def run(kernel: int, parameters: Sequence[int], *, parallel: bool) -> None:
 SCRATCH_ALIGNMENT = 64
 
 
-def scratch(bytes_per_worker: int) -> int:
-    """Address of scratch memory for all workers of this thread's next `run`, cache-line aligned, unset."""
-    size = bytes_per_worker * _current_team().num_threads + SCRATCH_ALIGNMENT
+def _scratch_address(size: int) -> int:
+    """Memory of this thread, used again by its next call."""
+    size += SCRATCH_ALIGNMENT
     if _scratch.buffer is None or _scratch.buffer.numel() < size:
         _scratch.buffer = torch.empty(size, dtype=torch.uint8)
     return -(-_scratch.buffer.data_ptr() // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
@@ -126,29 +134,27 @@ class _Team:
                 self._wake.set()
             self._request[1] = kernel
             self._request[2] = block
-            self._lead(self._request_at)
-            while self._cells[self._active]:
-                time.sleep(0)  # a worker inside lost its core: let it have ours
+            self._lead(self._request_at)  # returns only when no worker can touch the block any more
         finally:
             self._busy.release()
 
     def close(self) -> None:
         """End the workers; a call still running in another thread is finished first."""
-        with self._busy:
-            self._is_closed = True
-            self.num_threads = 1
-            self._wake.set()
-            for worker in self._workers:
-                worker.join()
+        is_mine = self._busy.acquire(timeout=5)
+        self._is_closed = True
+        self.num_threads = 1
+        self._wake.set()
+        for worker in self._workers:
+            worker.join(timeout=5)
+        if is_mine:
+            self._busy.release()
 
     def _start(self) -> None:
         from octavo.kernels.cpu import team
 
         cells = self._cells = (ctypes.c_int64 * (team.NUM_CELLS + 8))()
         address = -(-ctypes.addressof(cells) // 64) * 64
-        first = (address - ctypes.addressof(cells)) // 8
-        self._active = first + team.ACTIVE
-        self._request = (ctypes.c_int64 * 3)(address, 0, 0)
+        self._request = (ctypes.c_int64 * 4)(address, 0, 0, _give_way())
         self._request_at = ctypes.addressof(self._request)
         self._lead = _callable(team.lead())
         loop = _callable(team.worker_loop())
@@ -168,6 +174,16 @@ class _Team:
                 self._wake.wait()
 
 
+def _give_way() -> int:
+    """Address of the system's function that lets another thread run; any arguments are ignored."""
+    if os.name == "nt":
+        function = ctypes.WinDLL("kernel32").SwitchToThread  # type: ignore[attr-defined]  # only there
+    else:
+        function = ctypes.CDLL(None).sched_yield
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+_NUM_CORES = torch.get_num_threads()
 _team: _Team | None = None
 _team_lock = threading.Lock()
 
@@ -177,7 +193,7 @@ def _current_team() -> _Team:
     if _team is None:
         with _team_lock:
             if _team is None:
-                _team = _Team(torch.get_num_threads())
+                _team = _Team(_NUM_CORES)
     return _team
 
 
