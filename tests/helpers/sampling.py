@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from octavo.engine.request import Request, Sequence
-from octavo.engine.sampler import Sampler
+from octavo.engine.sampler import Sampler, SamplerOutput
 from octavo.sampling_params import SamplingParams
 
 
@@ -21,6 +21,11 @@ def sequence(
     request = Request("r", list(prompt), params, seeds=[seed], first_seq_id=0, arrival=0, eos_token_ids=eos)
     request.sequences[0].token_ids.extend(output)
     return request.sequences[0]
+
+
+def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> SamplerOutput:
+    """One call of a fresh sampler."""
+    return Sampler(logits.shape[1]).sample(logits, list(sequences))
 
 
 def choose(logits: Seq[float], **options: Any) -> int:

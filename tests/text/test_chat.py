@@ -6,192 +6,27 @@ from functools import cache
 from typing import Any
 
 import pytest
+from helpers.chat import (
+    CALL,
+    LLAMA3_STYLE,
+    PARTS,
+    QWEN3_STYLE,
+    RAG,
+    SPECIALS,
+    SYSTEM,
+    TEMPLATES,
+    TOOL_TALK,
+    WEATHER,
+    assistant,
+    tokenizer_with,
+    user,
+)
 from helpers.tokenizers_by_hand import Source, byte_level, smollm2_path
 from transformers import PreTrainedTokenizerFast
 
-from octavo.errors import RequestError
 from octavo.text.chat import render_chat
-from octavo.text.recipe import TokenizerRecipe
 from octavo.text.template import compile_template
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
-
-SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-
-CHATML = """\
-{% for message in messages %}
-    {%- if loop.first and message.role != 'system' %}
-        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
-    {%- endif %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
-
-QWEN3_STYLE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- "# Tools\\n\\n<tools>" }}
-    {%- for tool in tools %}
-        {{- "\\n" }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- "\\n</tools><|im_end|>\\n" }}
-{%- else %}
-    {%- if messages[0].role == 'system' %}
-        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endif %}
-{%- set ns = namespace(last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if message.role == "user" and not message.content.startswith('<tool_response>') %}
-        {%- set ns.last_query_index = index %}
-        {%- break %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.content is string %}
-        {%- set content = message.content %}
-    {%- else %}
-        {%- set content = '' %}
-    {%- endif %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- set reasoning_content = '' %}
-        {%- if message.reasoning_content is string %}
-            {%- set reasoning_content = message.reasoning_content %}
-        {%- elif '</think>' in content %}
-            {%- set reasoning_content = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning_content + '\\n</think>\\n\\n' + content }}
-        {%- else %}
-            {{- '<|im_start|>' + message.role + '\\n' + content }}
-        {%- endif %}
-        {%- for tool_call in message.tool_calls or [] %}
-            {%- if tool_call.function %}
-                {%- set tool_call = tool_call.function %}
-            {%- endif %}
-            {{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
-            {%- if tool_call.arguments is string %}
-                {{- tool_call.arguments }}
-            {%- else %}
-                {{- tool_call.arguments | tojson }}
-            {%- endif %}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == "tool" %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-
-LLAMA3_STYLE = """\
-{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- set date_string = "26 Jul 2024" %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
-{{- system_message + "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if 'tool_calls' in message %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-        {{- (message.tool_calls[0].function | tojson(indent=4)) + '<|eot_id|>' }}
-    {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
-MISTRAL_STYLE = """\
-{{ bos_token }}{% for message in messages %}
-{% if message['role'] == 'system' %}
-{{ raise_exception('Only user and assistant roles are supported!') }}
-{% elif (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-{% endif %}
-    {% if message['role'] == 'user' %}
-{{ '[INST] ' + message['content'] + ' [/INST]' }}
-    {% else %}
-{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
-{% endif %}
-{% endfor %}
-"""
-
-PARTS = """\
-{% for message in messages %}<{{ message.role }}>
-{%- if message.content is string %}{{ message.content }}{% else %}
-{%- for part in message.content %}[{{ part.type }}:{{ part.text }}]{% endfor %}{% endif %}{% endfor %}
-"""
-
-RAG = (
-    "{% for d in documents %}{{ d.title }}: {{ d['text'] }}\n{% endfor %}"
-    "{{ messages[-1].content }}{{ documents is none }}"
-)
-
-TEMPLATES = {
-    "chatml": CHATML,
-    "qwen3": QWEN3_STYLE,
-    "llama3": LLAMA3_STYLE,
-    "mistral": MISTRAL_STYLE,
-    "parts": PARTS,
-}
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Says <what> it's like & where; für Köln",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
-
-
-def user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
-
-
-SYSTEM = {"role": "system", "content": "  Be brief. "}
-TOOL_TALK = [
-    user("Weather in Köln?"),
-    assistant(None, tool_calls=[CALL]),
-    {"role": "tool", "content": "12° <rain>"},
-]
-
-
-def tokenizer_with(*, default: str | None = None, **templates: str) -> Tokenizer:
-    if default is not None:
-        templates["default"] = default
-    return Tokenizer(
-        TokenizerRecipe(byte_level({}), "the model", special_tokens=SPECIALS, chat_templates=templates)
-    )
+from octavo.text.tokenizer import load_tokenizer
 
 
 @cache
@@ -362,104 +197,3 @@ def test_the_callers_messages_are_left_alone() -> None:
     options = {"add_generation_prompt": False, "continue_final_message": True, "tools": [WEATHER]}
     render_chat(tokenizer_with(default=QWEN3_STYLE), messages, **options)
     assert messages == before
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "messages: the list is empty"),  # vllm#7283
-        ("Hi", "messages: expected a list of dicts, got str"),
-        ({"role": "user"}, "messages: expected a list of dicts, got dict"),
-        (None, "messages: expected a list of dicts, got NoneType"),
-        ([user("a"), "b"], r"messages\[1\]: expected a dict with role and content, got str"),
-        ([{"content": "a"}], r"messages\[0\].role: expected a string such as 'user', got None"),
-        ([{"role": 1, "content": "a"}], r"messages\[0\].role: expected a string such as 'user', got 1"),
-        ([{"role": "user"}], r"messages\[0\].content: expected a string or a list of text parts, got None"),
-        ([assistant(None)], r"messages\[0\].content: .*only an assistant message with tool_calls"),
-        ([user(5)], r"messages\[0\].content: expected a string or a list of text parts, got int"),
-        ([user(["a"])], r"messages\[0\].content\[0\]: expected {'type': 'text', 'text': ...}, got str"),
-        (
-            [user([{"type": "image"}])],
-            r"messages\[0\].content\[0\].type: only 'text' parts are supported, got 'image'",
-        ),
-        ([user([{"type": "text"}])], r"messages\[0\].content\[0\].text: expected a string, got NoneType"),
-        (
-            [user("a") | {"when": datetime(2030, 1, 1)}],
-            r"messages\[0\].when: expected JSON data .*, got datetime",
-        ),
-    ],
-)
-def test_bad_messages_are_named(messages: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        render_chat(tokenizer_with(default=CHATML), messages)
-
-
-@pytest.mark.parametrize(
-    ("template", "options", "message"),
-    [
-        (CHATML, {"tools": [WEATHER]}, "tools: this model's chat template does not read it"),
-        (CHATML, {"documents": [{}]}, "documents: this model's chat template does not read it"),
-        (
-            QWEN3_STYLE,
-            {"enable_thinkin": False},
-            r"enable_thinkin: .* \(did you mean 'enable_thinking'\?\); it reads",
-        ),
-        (QWEN3_STYLE, {"tools": "weather"}, "tools: expected a list of dicts, got str"),
-        (
-            QWEN3_STYLE,
-            {"tools": [len]},
-            r"tools\[0\]: expected a dict \(a JSON schema\), got builtin_function",
-        ),
-        (QWEN3_STYLE, {"continue_final_message": True}, "continue_final_message: cannot be combined with"),
-        (
-            "fixed",
-            {"continue_final_message": True, "add_generation_prompt": False},
-            "drops or rewrites the final",
-        ),
-        (
-            "{{ messages[0].content | upper }}",
-            {"continue_final_message": True, "add_generation_prompt": False},
-            "drops or rewrites the final",
-        ),
-        ("{% for %}", {}, "chat_template: not a valid Jinja template"),
-        ("{{ messages[5].content.x }}", {}, "messages: the chat template refused them: .*has no element 5"),
-        (
-            "{{ messages[0].content + 1 }}",
-            {},
-            r"the chat template failed on them \(TypeError: can only concatenate",
-        ),
-        ("{{ messages.append(1) }}", {}, "the chat template refused them: .*unsafe"),
-        ("{{ ''.__class__.__mro__ }}", {}, "the chat template refused them: .*unsafe"),
-        ("{{ dict.mro() }}", {}, "the chat template refused them: .*has no attribute 'mro'"),
-        (
-            "{% set ns = namespace(_a=1) %}",
-            {},
-            "the chat template refused them: a namespace cannot hold '_a'",
-        ),
-        ("{% set ns = namespace() %}{% set ns._a = 1 %}", {}, "a namespace cannot hold '_a'"),
-    ],
-)
-def test_bad_options_and_templates_are_named(template: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        render_chat(tokenizer_with(default=template), [user("Hi")], **options)
-
-
-def test_an_empty_list_of_tools_is_no_tools() -> None:
-    assert render_chat(tokenizer_with(default="{{ messages|length }}"), [user("Hi")], tools=[]) == "1"
-
-
-def test_a_refusal_carries_the_templates_own_words() -> None:
-    tokenizer = tokenizer_with(default=MISTRAL_STYLE)
-    with pytest.raises(RequestError, match="refused them: Only user and assistant roles are supported!"):
-        render_chat(tokenizer, [SYSTEM, user("Hi")])
-    with pytest.raises(RequestError, match="refused them: Conversation roles must alternate"):
-        render_chat(tokenizer, [user("Hi"), user("Hi")])
-
-
-def test_no_template_and_no_default() -> None:
-    with pytest.raises(
-        RequestError, match=r"the model has no chat template.*pass chat_template=.*plain prompt"
-    ):
-        render_chat(tokenizer_with(), [user("Hi")])
-    with pytest.raises(RequestError, match="several and no default; name one of rag, tool_use"):
-        render_chat(tokenizer_with(tool_use="a", rag="b"), [user("Hi")])
