@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from octavo.cache.sizing import parse_memory
 from octavo.config import EngineConfig
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine, EngineStats
@@ -50,6 +51,8 @@ class LLM:
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options(model, **options)
+        if config.kv_cache_memory is not None:  # said before the weights load, not after
+            config = config.replace(kv_cache_memory=parse_memory(config.kv_cache_memory))
         source = resolve_model(
             config.model, config.revision, files="config" if config.load_format == "dummy" else "all"
         )

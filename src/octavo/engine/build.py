@@ -17,7 +17,6 @@ from octavo.engine.core import Engine
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
-from octavo.errors import ConfigError
 from octavo.models.registry import LoadedModel
 from octavo.sampling_params import eos_token_ids
 from octavo.text.tokenizer import Tokenizer
@@ -31,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
     """Join a loaded model, a KV cache sized for it and a scheduler.
 
-    Raises ConfigError for limits the model cannot meet, CapacityError when not one block fits.
+    Raises CapacityError when not one block fits.
     """
     config = _resolve(config, loaded)
     assert config.max_model_len is not None
@@ -94,10 +93,7 @@ def kv_cache_spec(config: EngineConfig, loaded: LoadedModel) -> KVCacheSpec:
 def _resolve(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     longest = loaded.config.rope.num_positions
     max_model_len = config.max_model_len or loaded.config.max_position_embeddings
-    if max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len={max_model_len} is above what the model's positions allow ({longest}); lower it"
-        )
+    assert max_model_len <= longest, "load_model refuses longer contexts"
     dtype = str(loaded.dtype).removeprefix("torch.")
     kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     return config.replace(max_model_len=max_model_len, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
