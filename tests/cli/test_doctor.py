@@ -13,8 +13,10 @@ def test_doctor_checks_every_kernel_that_runs_here(octavo):
     report = json.loads(out)
     assert report["ok"] is True
     checked = {f["name"] for f in report["findings"] if f["section"] == "self-check"}
-    assert {f"{s.kernel} [{s.implementation}]" for s in backend.describe() if s.available} >= checked
-    assert any(name.startswith("varlen_attention") for name in checked)
+    assert {name.rsplit(" ", 1)[0] for name in checked} == {
+        f"{s.kernel} [{s.implementation}]" for s in backend.describe() if s.available
+    }
+    assert {"varlen_attention [cpu] bfloat16", "write_kv_cache [cpu] float16", "linear [cpu] int8"} <= checked
     named = {f["name"] for f in report["findings"]}
     assert {"python", "torch", "processor", "memory", "compiled code cache"} <= named
 
@@ -28,10 +30,10 @@ def test_doctor_for_people(octavo):
 
 
 def test_a_kernel_that_answers_wrongly_fails_the_doctor(octavo, monkeypatch):
-    monkeypatch.setattr(backend, "self_check", lambda: [("rms_norm", "cpu", 0.5, False)])
+    monkeypatch.setattr(backend, "self_check", lambda: [("rms_norm", "cpu", "float16", 0.5, False)])
     status, out, _ = octavo("doctor")
     assert status == 1
-    assert "TROUBLE  rms_norm [cpu]: worst error against the reference 5.0e-01" in out
+    assert "TROUBLE  rms_norm [cpu] float16: worst error against the reference 5.0e-01" in out
     assert "OCTAVO_KERNELS=reference" in out
 
 

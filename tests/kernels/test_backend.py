@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, UnsupportedKernelConfig
-from octavo.kernels import backend, silu_and_mul
+from octavo.kernels import backend, pack_weight, silu_and_mul
+from octavo.kernels.linear import Form, PackedWeight
 
 
 def fake_room(monkeypatch: pytest.MonkeyPatch, module: object) -> None:
@@ -144,25 +145,52 @@ def test_other_devices_have_the_reference() -> None:
 
 def test_self_check_passes_for_everything_that_is_available() -> None:
     checks = backend.self_check()
-    assert [(check.kernel, check.implementation) for check in checks] == [
-        (status.kernel, status.implementation) for status in backend.describe() if status.available
+    found = [(check.kernel, check.implementation, check.form) for check in checks]
+    dtypes = ("float32", "float16", "bfloat16")
+    assert found == [
+        *(
+            (kernel, room, dtype)
+            for kernel in backend.KERNELS
+            for room in ("cpu", "reference")
+            for dtype in dtypes
+        ),
+        *(("linear", "cpu", form) for form in ("float32", "float16", "int8")),
+        ("linear", "reference", "dense"),
     ]
-    assert all(check.ok and check.worst_error <= 1e-5 for check in checks)
+    bounds = {"float16": 2**-10, "bfloat16": 2**-7}
+    for check in checks:
+        assert check.ok
+        assert check.worst_error <= (1e-5 if check.kernel == "linear" else bounds.get(check.form, 1e-5)), (
+            check
+        )
 
 
 def test_self_check_finds_a_wrong_kernel_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_room(monkeypatch, Working)  # a silu that is wrong, and nothing else in the module
-    found = {check.kernel: check for check in backend.self_check() if check.implementation == "cpu"}
-    assert [kernel for kernel, check in found.items() if check.ok] == ["linear"]
-    assert 30 < found["silu_and_mul"].worst_error < 60
-    assert found["rms_norm"].worst_error == float("inf")
+    checks = [check for check in backend.self_check() if check.implementation == "cpu"]
+    assert {check.kernel for check in checks if check.ok} == {"linear"}
+    found = {(check.kernel, check.form): check for check in checks}
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert 10 < found["silu_and_mul", dtype].worst_error < 60
+        assert found["rms_norm", dtype].worst_error == float("inf")
 
 
-def test_worst_error_is_infinite_for_nan_and_lone_infinities() -> None:
+@pytest.mark.parametrize("form", ["float32", "float16", "int8"])
+def test_self_check_finds_weights_packed_wrongly(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    def pack(weight: torch.Tensor, wanted: Form) -> PackedWeight:
+        return pack_weight(weight * 1.02, wanted)
+
+    monkeypatch.setattr("octavo.kernels.self_check.pack_weight", pack)
+    found = {check.form: check for check in backend.self_check() if check.kernel == "linear"}
+    assert not found[form].ok
+
+
+def test_worst_error_is_relative_above_one_and_infinite_for_nan_and_lone_infinities() -> None:
     inf, nan = float("inf"), float("nan")
     one = torch.tensor([1.0, inf])
     assert backend.worst_error(one, one) == 0.0
     assert backend.worst_error(torch.tensor([1.5, inf]), one) == 0.5
+    assert backend.worst_error(torch.tensor([0.25, 6.0]), torch.tensor([0.0, 4.0])) == 0.5
     assert backend.worst_error(torch.tensor([1.0, nan]), one) == inf
     assert backend.worst_error(torch.tensor([1.0, 5.0]), one) == inf
 

@@ -231,8 +231,8 @@ def _kernels(report: Report) -> None:
 def _self_check(report: Report) -> None:
     from octavo.kernels import backend
 
-    for kernel, implementation, worst_error, is_ok in backend.self_check():
-        name = f"{kernel} [{implementation}]"
+    for kernel, implementation, form, worst_error, is_ok in backend.self_check():
+        name = f"{kernel} [{implementation}] {form}"
         detail = f"worst error against the reference {worst_error:.1e}"
         if is_ok:
             report.add("self-check", name, "ok", detail)

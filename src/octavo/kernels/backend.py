@@ -78,10 +78,11 @@ class BackendStatus:
 
 
 class SelfCheck(NamedTuple):
-    """What one implementation's self-check found."""
+    """What one implementation's self-check found, in one dtype or weight form."""
 
     kernel: str
     implementation: str
+    form: str
     worst_error: float
     ok: bool
 
@@ -158,44 +159,58 @@ def _describe(kernel: str) -> Iterator[BackendStatus]:
 
 
 def self_check() -> list[SelfCheck]:
-    """Run each available implementation in float32 on small odd shapes, against the reference in float64.
+    """Run each available implementation on small odd shapes, against the reference in float64.
 
-    `ok` means an error of at most 1e-5. An implementation that raises has an infinite error.
+    Every kernel in each dtype that it can do, `linear` in each form of weights. `ok` means an error, as
+    `worst_error` measures it, of at most 1e-5, or twice what rounding the result to 16 bits makes. An
+    implementation that raises has an infinite error.
     """
     from octavo.kernels import self_check as cases  # loaded only by the one command that needs it
-    from octavo.kernels.linear import Form
 
     found = []
     for kernel, case in cases.CASES.items():
         oracle, _ = _load("reference", kernel, ())
         assert oracle is not None
-        exact = case(oracle, torch.float64)
+        exact = {dtype: case(oracle, cases.Draw(dtype, torch.float64)) for dtype in cases.BOUNDS}
         for room in ROOMS:
-            function, _ = _load(room, kernel, KERNELS[kernel][2])
-            if function is not None:
-                found.append(_checked(kernel, room, functools.partial(case, function, torch.float32), exact))
+            for dtype, bound in cases.BOUNDS.items():
+                facts = (dtype if fact is torch.float32 else fact for fact in KERNELS[kernel][2])
+                function, _ = _load(room, kernel, tuple(facts))
+                if function is not None:
+                    draw = cases.Draw(dtype, dtype)
+                    run = functools.partial(cases.beside, exact[dtype], case, function, draw)
+                    found.append(_checked(kernel, room, str(dtype).removeprefix("torch."), run, bound))
     for status in _describe_linear():
         if status.available:
-            form: Form = "float32" if status.implementation == "cpu" else "dense"
-            run = functools.partial(cases.linear, form)
-            found.append(_checked("linear", status.implementation, run, cases.linear_exactly()))
+            for weight_form in cases.FORMS[status.implementation]:
+                run = functools.partial(cases.linear, weight_form)
+                bound = cases.BOUNDS[torch.float32]
+                found.append(_checked("linear", status.implementation, weight_form, run, bound))
     return found
 
 
 def _checked(
-    kernel: str, room: str, run: Callable[[], list[torch.Tensor]], exact: list[torch.Tensor]
+    kernel: str,
+    room: str,
+    form: str,
+    run: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]],
+    bound: float,
 ) -> SelfCheck:
     try:
-        error = max(worst_error(ours, right) for ours, right in zip(run(), exact, strict=True))
+        error = max(worst_error(ours, exact) for ours, exact in run())
     except Exception:  # whatever goes wrong in there is the finding
         error = float("inf")
-    return SelfCheck(kernel, room, error, error <= 1e-5)
+    return SelfCheck(kernel, room, form, error, error <= bound)
 
 
 def worst_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest absolute difference; infinite where one of the two is not a number or infinite alone."""
+    """The largest difference, relative to the exact value where that is above 1.
+
+    Infinite where one of the two is not a number or infinite alone.
+    """
     infinity = float("inf")
-    difference = torch.where(ours == exact, 0.0, (ours.double() - exact.double()).abs())
+    difference = (ours.double() - exact.double()).abs() / exact.double().abs().clamp_min(1.0)
+    difference = torch.where(ours == exact, 0.0, difference)
     return float(difference.nan_to_num(nan=infinity, posinf=infinity).max()) if ours.numel() else 0.0
 
 
