@@ -1,9 +1,11 @@
 import importlib.metadata
 import json
+from pathlib import Path
 
 import pytest
 
 from octavo.cli import doctor
+from octavo.errors import ConfigError
 from octavo.kernels import backend
 
 
@@ -67,16 +69,29 @@ def test_an_examination_that_dies_is_a_finding(octavo, monkeypatch):
 
 @pytest.mark.parametrize(("free", "status"), [(8 * 2**30, "ok"), (2**30, "note")])
 def test_little_memory_is_noted(monkeypatch, free, status):
-    monkeypatch.setattr(doctor, "_available_memory", lambda: free)
+    monkeypatch.setattr("octavo.cache.sizing.available_memory_bytes", lambda: free)
     report = doctor.Report()
     doctor._memory(report)
     assert report.findings[0].status == status
     assert bool(report.findings[0].advice) == (status == "note")
 
 
-def test_an_unwritable_cache_is_noted(monkeypatch):
-    monkeypatch.setattr(doctor, "_can_write", lambda folder: False)
+def test_memory_that_the_system_does_not_tell_is_noted(monkeypatch):
+    def untold():
+        raise ConfigError("this system does not tell how much memory is free")
+
+    monkeypatch.setattr("octavo.cache.sizing.available_memory_bytes", untold)
+    report = doctor.Report()
+    doctor._memory(report)
+    assert report.findings[0].status == "note"
+
+
+@pytest.mark.parametrize(("folder", "status"), [(Path("/kept"), "ok"), (None, "note")])
+def test_where_compiled_code_is_kept(monkeypatch, folder, status):
+    monkeypatch.setattr("octavo.kernels.cpu.compiled.cache_folder", lambda: folder)
     report = doctor.Report()
     doctor._kernel_cache(report)
-    assert report.findings[0].status == "note"
-    assert "NUMBA_CACHE_DIR" in report.findings[0].advice
+    (finding,) = report.findings
+    assert finding.status == status
+    assert finding.detail == ("/kept" if folder else "it cannot be kept: no folder can be written")
+    assert ("NUMBA_CACHE_DIR" in finding.advice) == (folder is None)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import json
-import os
 import platform
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from octavo.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
 
@@ -73,7 +72,7 @@ def doctor(
 ) -> int:
     """Say what is installed, which kernels run here and why not the others, and check them."""
     report = Report()
-    for examine in (_packages, _processor, _memory, _torch, _kernel_cache, _kernels, _self_check):
+    for examine in (_packages, _processor, _memory, _torch, _self_check, _kernel_cache, _kernels):
         _examine(report, examine)
     if as_json:
         findings = [dataclasses.asdict(finding) for finding in report.findings]
@@ -138,8 +137,11 @@ def _processor(report: Report) -> None:
 
 
 def _memory(report: Report) -> None:
-    free = _available_memory()
-    if free is None:
+    from octavo.cache.sizing import available_memory_bytes
+
+    try:
+        free = available_memory_bytes()
+    except ConfigError:
         report.add(
             "machine", "memory", "note", "not told by this system", "give --kv-cache-memory if start-up fails"
         )
@@ -152,16 +154,6 @@ def _memory(report: Report) -> None:
         f"{free / 2**30:.1f} GiB available",
         "" if enough else "close other programs, or give a small --kv-cache-memory such as 256MiB",
     )
-
-
-def _available_memory() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 def _torch(report: Report) -> None:
@@ -184,35 +176,21 @@ def _torch(report: Report) -> None:
 
 
 def _kernel_cache(report: Report) -> None:
-    """Compiled CPU kernels are kept on disk; where that fails, every start compiles them again."""
-    if importlib.util.find_spec("numba") is None:
+    """Compiled CPU kernels are kept on disk; where that fails, every start compiles them again.
+
+    Comes after the self-check, which has compiled them.
+    """
+    from octavo.kernels.cpu import compiled, host
+
+    if host.unfit_reason() is not None:
         return
-    folder = _kernel_cache_folder()
+    folder = compiled.cache_folder()
     if folder is None:
         advice = "set NUMBA_CACHE_DIR to a folder that can be written"
-        report.add("kernels", "compiled code cache", "note", "no folder for it can be written", advice)
+        detail = "it cannot be kept: no folder can be written"
+        report.add("kernels", "compiled code cache", "note", detail, advice)
     else:
         report.add("kernels", "compiled code cache", "ok", str(folder))
-
-
-def _kernel_cache_folder() -> Path | None:
-    """Where numba will keep compiled code: its own search order."""
-    import octavo.kernels
-
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    candidates = [Path(chosen)] if chosen else []
-    candidates.append(Path(octavo.kernels.__file__).parent / "cpu" / "__pycache__")
-    candidates.append(Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "numba")
-    return next((folder for folder in candidates if _can_write(folder)), None)
-
-
-def _can_write(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
 
 
 def _kernels(report: Report) -> None:

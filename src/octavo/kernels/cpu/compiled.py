@@ -52,11 +52,18 @@ def compile_kernel(function: Callable[[int], None]) -> int:
     except RuntimeError as error:  # "cannot cache function ...: no locator available"
         if "cache" not in str(error):
             raise
-        logger.warning("compiled kernels are not kept on disk (%s); set NUMBA_CACHE_DIR", error)
+        if not _alive or cache_folder() is not None:  # said once
+            logger.warning("compiled kernels are not kept on disk (%s); set NUMBA_CACHE_DIR", error)
         kernel = compiler()(function)
     _alive.append(kernel)
     assert kernel.address is not None
     return kernel.address
 
 
-_alive: list[object] = []  # the machine code lives as long as its cfunc object
+def cache_folder() -> Path | None:
+    """Where Numba keeps the kernels that this process has compiled; None when it keeps not all of them."""
+    folders = {kernel._cache.cache_path for kernel in _alive}
+    return None if None in folders or not folders else Path(min(folders))
+
+
+_alive: list[Any] = []  # the machine code lives as long as its cfunc object
