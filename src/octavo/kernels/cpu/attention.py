@@ -10,7 +10,6 @@ from torch import Tensor
 
 from octavo.kernels.cpu import host, threads
 
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _PARALLEL_WORK = 8192  # key reads x head_dim below which waking the other threads costs more than it brings
 
 
@@ -20,7 +19,7 @@ def supports(q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> s
     if reason is not None:
         return reason
     for dtype in (q_dtype, cache_dtype):
-        if dtype not in _NAMES:
+        if dtype not in host.DTYPE_NAMES:
             return f"no compiled kernel for {dtype}"
     return None
 
@@ -89,45 +88,45 @@ def varlen_attention(
     zeros, lane_numbers = _constants()
     task = attention_kernel.task_shape(group, head_dim)
     q_strides, k_strides, v_strides, out_strides = q.stride(), k.stride(), v.stride(), out.stride()
-    parameters = (
-        batch,
-        group,
-        num_kv_heads,
-        head_dim,
-        q.data_ptr(),
-        q_strides[0] * q_item,
-        q_strides[1] * q_item,
-        k.data_ptr(),
-        k_strides[0] * kv_item,
-        k_strides[-3] * kv_item,
-        k_strides[-2] * kv_item,
-        v.data_ptr(),
-        v_strides[0] * kv_item,
-        v_strides[-3] * kv_item,
-        v_strides[-2] * kv_item,
-        out.data_ptr(),
-        out_strides[0] * q_item,
-        out_strides[1] * q_item,
-        0 if lse is None else lse.data_ptr(),
-        0 if lse is None else lse.stride(0) * 4,
-        cu_seqlens_q.data_ptr(),
-        cu_seqlens_k.data_ptr(),
-        block_table.data_ptr() if block_table is not None else 0,
-        block_table.stride(0) * 4 if block_table is not None else 0,
-        k.shape[1] if paged else 1,
-        _float_bits(softmax_scale),
-        _float_bits(softcap),
-        left,
-        right,
-        slopes,
-        slopes_row,
-        0 if sinks is None else sinks.data_ptr(),
-        task.tokens,
-        task.rows,
-        zeros,
-        lane_numbers,
-        task.scratch_bytes,
+    parameters = attention_kernel.Parameters(
+        batch=batch,
+        group=group,
+        kv_heads=num_kv_heads,
+        dim=head_dim,
+        q=q.data_ptr(),
+        q_token=q_strides[0] * q_item,
+        q_head=q_strides[1] * q_item,
+        k=k.data_ptr(),
+        k_block=k_strides[0] * kv_item,
+        k_slot=k_strides[-3] * kv_item,
+        k_head=k_strides[-2] * kv_item,
+        v=v.data_ptr(),
+        v_block=v_strides[0] * kv_item,
+        v_slot=v_strides[-3] * kv_item,
+        v_head=v_strides[-2] * kv_item,
+        out=out.data_ptr(),
+        out_token=out_strides[0] * q_item,
+        out_head=out_strides[1] * q_item,
+        lse=0 if lse is None else lse.data_ptr(),
+        lse_head=0 if lse is None else lse.stride(0) * 4,
+        starts_q=cu_seqlens_q.data_ptr(),
+        starts_k=cu_seqlens_k.data_ptr(),
+        table=block_table.data_ptr() if block_table is not None else 0,
+        table_row=block_table.stride(0) * 4 if block_table is not None else 0,
+        block_size=k.shape[1] if paged else 1,
+        scale=_float_bits(softmax_scale),
+        softcap=_float_bits(softcap),
+        left=left,
+        right=right,
+        slopes=slopes,
+        slopes_row=slopes_row,
+        sinks=0 if sinks is None else sinks.data_ptr(),
+        tokens_per_task=task.tokens,
+        rows_stride=task.rows,
+        zeros=zeros,
+        lane_numbers=lane_numbers,
+        scratch_size=task.scratch_bytes,
     )
     work = num_tokens * num_heads * max_seqlen_k * head_dim
-    kernel = attention_kernel.attention_kernel(_NAMES[q.dtype], _NAMES[k.dtype])
+    kernel = attention_kernel.attention_kernel(host.DTYPE_NAMES[q.dtype], host.DTYPE_NAMES[k.dtype])
     threads.run(kernel, parameters, parallel=work > _PARALLEL_WORK, scratch_bytes=task.scratch_bytes)

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from numba import float32
 
+from octavo.kernels.cpu import threads
 from octavo.kernels.cpu.compiled import compile_kernel, source_digest
 from octavo.kernels.cpu.host import FLOAT_BYTES, vector_shape
 from octavo.kernels.cpu.ir import (
@@ -86,6 +87,52 @@ def task_shape(group: int, head_dim: int) -> TaskShape:
     return TaskShape(tokens, rows, floats * FLOAT_BYTES + KEYS * 2 * 8)
 
 
+class Parameters(NamedTuple):
+    """The parameters of a call; `varlen_attention` fills them in, the kernel reads each from its slot."""
+
+    batch: int
+    group: int
+    kv_heads: int
+    dim: int
+    q: int
+    q_token: int  # strides are in bytes
+    q_head: int
+    k: int
+    k_block: int
+    k_slot: int
+    k_head: int
+    v: int
+    v_block: int
+    v_slot: int
+    v_head: int
+    out: int
+    out_token: int
+    out_head: int
+    lse: int  # address; 0: none
+    lse_head: int
+    starts_q: int
+    starts_k: int
+    table: int  # 0: packed keys
+    table_row: int
+    block_size: int
+    scale: int  # bits of an fp32 number, as softcap
+    softcap: int
+    left: int  # negative: unbounded, as right
+    right: int
+    slopes: int  # 0: none; fp32 (H,), with a stride from sequence to sequence
+    slopes_row: int
+    sinks: int  # 0: none; fp32 (H,)
+    tokens_per_task: int
+    rows_stride: int
+    zeros: int  # address of a panel of zeros
+    lane_numbers: int  # address of 0, 1, 2, ... in fp32
+    scratch_size: int  # of one worker
+
+
+SLOTS = Parameters(*range(threads.FIRST_PARAMETER, threads.FIRST_PARAMETER + len(Parameters._fields)))
+SCRATCH_SLOT = threads.FIRST_PARAMETER + len(SLOTS)
+
+
 @functools.cache
 def attention_kernel(q_dtype: str, kv_dtype: str) -> int:
     """Address of the kernel for these dtypes ("float32", "float16", "bfloat16") on this host."""
@@ -104,45 +151,45 @@ def _attention(
 
     def attention(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
-        batch = load_i64(block, 2)
-        group = load_i64(block, 3)
-        kv_heads = load_i64(block, 4)
-        dim = load_i64(block, 5)
-        q = load_i64(block, 6)
-        q_token = load_i64(block, 7)  # strides in bytes from here on
-        q_head = load_i64(block, 8)
-        k = load_i64(block, 9)
-        k_block = load_i64(block, 10)
-        k_slot = load_i64(block, 11)
-        k_head = load_i64(block, 12)
-        v = load_i64(block, 13)
-        v_block = load_i64(block, 14)
-        v_slot = load_i64(block, 15)
-        v_head = load_i64(block, 16)
-        out = load_i64(block, 17)
-        out_token = load_i64(block, 18)
-        out_head = load_i64(block, 19)
-        lse = load_i64(block, 20)  # 0: none
-        lse_head = load_i64(block, 21)
-        starts_q = load_i64(block, 22)
-        starts_k = load_i64(block, 23)
-        table = load_i64(block, 24)  # 0: packed keys
-        table_row = load_i64(block, 25)
-        block_size = load_i64(block, 26)
-        scale = splat(bits_to_float(load_i64(block, 27)), lanes)
-        softcap_number = bits_to_float(load_i64(block, 28))
+        batch = load_i64(block, SLOTS.batch)
+        group = load_i64(block, SLOTS.group)
+        kv_heads = load_i64(block, SLOTS.kv_heads)
+        dim = load_i64(block, SLOTS.dim)
+        q = load_i64(block, SLOTS.q)
+        q_token = load_i64(block, SLOTS.q_token)
+        q_head = load_i64(block, SLOTS.q_head)
+        k = load_i64(block, SLOTS.k)
+        k_block = load_i64(block, SLOTS.k_block)
+        k_slot = load_i64(block, SLOTS.k_slot)
+        k_head = load_i64(block, SLOTS.k_head)
+        v = load_i64(block, SLOTS.v)
+        v_block = load_i64(block, SLOTS.v_block)
+        v_slot = load_i64(block, SLOTS.v_slot)
+        v_head = load_i64(block, SLOTS.v_head)
+        out = load_i64(block, SLOTS.out)
+        out_token = load_i64(block, SLOTS.out_token)
+        out_head = load_i64(block, SLOTS.out_head)
+        lse = load_i64(block, SLOTS.lse)
+        lse_head = load_i64(block, SLOTS.lse_head)
+        starts_q = load_i64(block, SLOTS.starts_q)
+        starts_k = load_i64(block, SLOTS.starts_k)
+        table = load_i64(block, SLOTS.table)
+        table_row = load_i64(block, SLOTS.table_row)
+        block_size = load_i64(block, SLOTS.block_size)
+        scale = splat(bits_to_float(load_i64(block, SLOTS.scale)), lanes)
+        softcap_number = bits_to_float(load_i64(block, SLOTS.softcap))
         softcap = splat(softcap_number, lanes)
-        left = load_i64(block, 29)  # negative: unbounded
-        right = load_i64(block, 30)
-        slopes = load_i64(block, 31)  # 0: none; fp32 (H,) with a stride from sequence to sequence
-        slopes_row = load_i64(block, 32)
-        sinks = load_i64(block, 33)  # 0: none; fp32 (H,)
-        tokens_per_task = load_i64(block, 34)
-        rows_stride = load_i64(block, 35)
-        zeros = load_i64(block, 36)  # a panel of zeros
-        lane_numbers = load(load_i64(block, 37), "float32", lanes)  # 0, 1, 2, ...
-        scratch_size = load_i64(block, 38)
-        s_q = load_i64(block, 39) + take(block, 1) * scratch_size
+        left = load_i64(block, SLOTS.left)
+        right = load_i64(block, SLOTS.right)
+        slopes = load_i64(block, SLOTS.slopes)
+        slopes_row = load_i64(block, SLOTS.slopes_row)
+        sinks = load_i64(block, SLOTS.sinks)
+        tokens_per_task = load_i64(block, SLOTS.tokens_per_task)
+        rows_stride = load_i64(block, SLOTS.rows_stride)
+        zeros = load_i64(block, SLOTS.zeros)
+        lane_numbers = load(load_i64(block, SLOTS.lane_numbers), "float32", lanes)
+        scratch_size = load_i64(block, SLOTS.scratch_size)
+        s_q = load_i64(block, SCRATCH_SLOT) + take(block, threads.WORKER) * scratch_size
 
         padded = (dim + panel - 1) // panel * panel
         s_scores = s_q + rows_stride * dim * 4
@@ -160,7 +207,7 @@ def _attention(
         before = 0  # tasks of the sequences before b
         while True:
             # Tasks come in ascending order, so each worker walks through the sequences once.
-            task = take(block, 0)
+            task = take(block, threads.TASK)
             q_len = 0
             tiles = 0
             while b < batch:
