@@ -186,7 +186,7 @@ def test_prompt_above_the_cache_is_refused_at_once(folder: Path) -> None:
     [
         ({"max_num_seq": 3}, r"unknown engine option 'max_num_seq' \(did you mean 'max_num_seqs'\?\)"),
         ({"block_size": 12}, "block_size must be a power of two, got 12"),
-        ({"block_size": 0}, "block_size must be an int of at least 1, got 0"),
+        ({"block_size": 0}, r"block_size must be from 1 to 2\*\*40, got 0"),
         ({"num_blocks": 4, "kv_cache_memory": "1GiB"}, "give only one"),
         ({"kv_cache_memory": "a lot"}, "memory must be a positive size such as '24GiB'"),
         ({"dtype": "float8"}, "dtype must be one of"),
@@ -199,6 +199,13 @@ def test_prompt_above_the_cache_is_refused_at_once(folder: Path) -> None:
         ({"max_prefill_share": 0}, "max_prefill_share must be above 0"),
         ({"enforce_eager": 1}, "enforce_eager must be True or False"),
         ({"seed": 1.5}, "seed must be an int"),
+        ({"num_blocks": 10**5000}, r"num_blocks must be from 1 to 2\*\*40, got a number beyond it"),
+        ({"block_size": 2**70}, r"block_size must be from 1 to 2\*\*40"),
+        ({"num_threads": 10**6}, "num_threads must be an int from 1 to"),
+        ({"kv_cache_memory": "9" * 5000}, "memory must be a positive size"),
+        ({"trace": ""}, "trace must be the path of a file to write, got ''"),
+        ({"trace": 5}, "trace must be the path of a file to write, got 5"),
+        ({"trace": "a\0b"}, "trace: cannot write .* null"),
     ],
 )
 def test_bad_options_are_named(folder: Path, options: dict[str, Any], message: str) -> None:
@@ -306,3 +313,74 @@ def test_stream_lost_in_a_cycle_is_aborted_at_the_next_chance(llm: LLM) -> None:
     gc.collect()
     assert llm.stats().num_running == 0
     assert llm.stats().num_owned_blocks == 0
+
+
+@pytest.mark.parametrize("model", [None, 5, b"x", ["a"]])
+def test_a_model_that_is_no_path_is_named(model: Any) -> None:
+    with pytest.raises(ConfigError, match="model must be a path or a name, got"):
+        LLM(model)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_blocks": 10**12}, {"kv_cache_memory": "1000TiB"}, {"block_size": 2**39}]
+)
+def test_a_cache_that_cannot_be_had_says_what_can(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(CapacityError, match=r"are available: at most|too small"):
+        LLM(folder, **options)
+
+
+def test_extreme_options_end_nobody_else(llm: LLM) -> None:
+    (alone,) = ids(llm, "hello")
+    extremes: list[dict[str, Any]] = [
+        {"temperature": 1e39, "min_tokens": 3, "stop_token_ids": [5]},
+        {"temperature": 1e308, "top_k": 5},
+    ]
+    for extreme in extremes:
+        params = [GREEDY, SamplingParams(max_tokens=8, **extreme)]
+        outputs = llm.generate(["hello", "bad"], params, use_tqdm=False)
+        assert outputs[0].token_ids == alone
+        assert outputs[1].error is None
+        assert all(0 <= token < 101 for token in outputs[1].token_ids)
+
+
+def test_a_billion_continuations_are_refused_at_once(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="n=1000000000 sequences can never run at once; the limit is"):
+        llm.generate("a", SamplingParams(n=10**9))
+
+
+@pytest.mark.parametrize("prompt", [bytearray(b"abc"), memoryview(b"abc"), b"abc"])
+def test_bytes_are_no_token_ids(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="must be text"):
+        llm.generate(prompt)
+    with pytest.raises(RequestError, match="must be text or a list of token ids"):
+        llm.generate([prompt])
+
+
+def test_keys_of_dict_prompts_mean_what_they_say(llm: LLM) -> None:
+    for prompt in ({"prompt_token_ids": "hello"}, {"prompt": [1, 2]}):
+        with pytest.raises(RequestError, match="'prompt' must be text and 'prompt_token_ids' a list of ints"):
+            llm.generate(prompt)
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "hi"}, "hi", 5, None, iter([])])
+def test_messages_must_be_a_list(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages must be a list of messages"):
+        llm.chat(messages)
+
+
+def test_two_threads_in_one_engine_are_told_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = llm.engine.runner
+    execute = runner.execute
+    errors: list[str] = []
+
+    def intrude(plan: Any) -> Any:
+        for call in (llm.engine.step, lambda: llm.engine.add_request([1], GREEDY)):
+            with pytest.raises(EngineError, match="another thread") as caught:
+                call()
+            errors.append(str(caught.value))
+        return execute(plan)
+
+    monkeypatch.setattr(runner, "execute", intrude)
+    (output,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    assert len(output.token_ids) == 8
+    assert len(errors) == 16

@@ -13,6 +13,8 @@ LOAD_FORMATS: Final = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS: Final = (None, "float16", "int8")
 DEVICES: Final = ("auto", "cpu")
 
+MAX_NUMBER: Final = 2**40
+"""No count or length is larger; what fits in memory is smaller still, and said when it does not."""
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 512
 
@@ -63,7 +65,7 @@ class EngineConfig:
     num_threads: int | None = None
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
-    trace: str | None = None
+    trace: str | os.PathLike[str] | None = None
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], **options: Any) -> EngineConfig:
@@ -74,6 +76,8 @@ class EngineConfig:
                 raise ConfigError(
                     f"unknown engine option {name!r}{nearest(name, known)}; known: {', '.join(known)}"
                 )
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(f"model must be a path or a name, got {model!r}")
         return cls(model=os.fspath(model), **options)
 
     def __post_init__(self) -> None:
@@ -99,6 +103,9 @@ class EngineConfig:
         share = self.max_prefill_share
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"max_prefill_share must be above 0 and at most 1, got {share!r}")
+        trace = self.trace
+        if trace is not None and not (isinstance(trace, str | os.PathLike) and os.fspath(trace)):
+            raise ConfigError(f"trace must be the path of a file to write, got {self.trace!r}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give only one of them")
         if self.tensor_parallel_size != 1:
@@ -117,8 +124,11 @@ class EngineConfig:
 
     def _positive_int(self, name: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
+        if not 1 <= value <= MAX_NUMBER:
+            shown = value if abs(value) <= MAX_NUMBER else "a number beyond it"
+            raise ConfigError(f"{name} must be from 1 to 2**40, got {shown}")
 
 
 def check_choice(name: str, value: object, known: tuple[str | None, ...]) -> None:

@@ -17,7 +17,7 @@ from octavo.config import EngineConfig
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine, EngineStats
 from octavo.engine.request import Request
-from octavo.errors import CapacityError, ModelError, RequestError
+from octavo.errors import CapacityError, EngineError, ModelError, RequestError
 from octavo.kernels.cpu.threads import configure as configure_threads
 from octavo.models.registry import load_model
 from octavo.models.source import resolve_model
@@ -30,6 +30,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
 
 Message = Mapping[str, Any]
+
+_BYTES = (bytes, bytearray, memoryview)  # sequences of small ints that nobody means as token ids
 
 
 class LLM:
@@ -138,7 +140,11 @@ class LLM:
         def encode(conversation: Sequence[Message]) -> tuple[str, Sequence[int]]:
             return self._encode_chat(conversation, tools, add_generation_prompt, template_kwargs)
 
-        is_batch = bool(messages) and isinstance(messages[0], Sequence)
+        if not isinstance(messages, list | tuple):
+            raise RequestError(
+                f"messages must be a list of messages, or a list of such lists, got {type(messages).__name__}"
+            )
+        is_batch = bool(messages) and isinstance(messages[0], list | tuple)
         batch: Sequence[Any] = messages if is_batch else [messages]
         return self._generate(batch, encode, sampling_params, use_tqdm, priority, cache_salt)
 
@@ -221,7 +227,10 @@ class LLM:
         mine = set(map(id, requests))  # streams may be running beside these
         with _progress_bar(num_left, show_progress) as advance:
             while num_left:
-                for request in self.engine.step():
+                changed = self.engine.step()
+                if not changed and not self.engine.has_work:
+                    raise EngineError("requests are left, but the engine has none; was it closed meanwhile?")
+                for request in changed:
                     if request.output is not None and id(request) in mine:
                         num_left -= 1
                         advance(request.output)
@@ -270,12 +279,17 @@ class LLM:
             if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
                 raise RequestError(
                     "a prompt given as a dict needs exactly one of 'prompt' and 'prompt_token_ids', "
-                    f"got {dict(prompt)}"
+                    f"got the keys {list(prompt)[:4]}"
                 )
-            (content,) = prompt.values()
+            ((key, content),) = prompt.items()
+            if isinstance(content, str) != (key == "prompt"):
+                raise RequestError(
+                    f"'prompt' must be text and 'prompt_token_ids' a list of ints, got {key!r}: "
+                    f"{type(content).__name__}"
+                )
         if isinstance(content, str):
             return content, self.tokenizer.encode(content)
-        if isinstance(content, Sequence) and not isinstance(content, bytes):
+        if isinstance(content, Sequence) and not isinstance(content, _BYTES):
             return None, content
         raise RequestError(f"a prompt must be text or a list of token ids, got {type(content).__name__}")
 
@@ -320,7 +334,8 @@ class Stream:
         while not chunks:
             if self._request.output is not None:
                 raise StopIteration
-            self._engine.step()
+            if not self._engine.step() and not self._engine.has_work and not chunks:
+                raise StopIteration  # dropped or aborted elsewhere
         return chunks.popleft()
 
     def close(self) -> None:
@@ -343,7 +358,7 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A list of prompts; a lone string, dict or list of ids is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise RequestError(
             f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}"
         )

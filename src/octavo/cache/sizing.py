@@ -34,7 +34,7 @@ def parse_memory(text: int | str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         number = text
     elif isinstance(text, str):
-        match = re.fullmatch(r"\s*(\d+|\d*\.\d+)\s*([a-zA-Z]*)\s*", text)
+        match = re.fullmatch(r"\s*(\d{1,20}|\d{0,9}\.\d{1,9})\s*([a-zA-Z]*)\s*", text)
         unit = match[2].lower() if match else ""
         if match and unit in _UNITS:
             number = int(match[1]) if match[1].isdigit() else float(match[1])

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import torch
-
 from octavo.cache.manager import KVCacheManager
-from octavo.cache.sizing import available_memory_bytes, parse_memory, resolve_num_blocks
+from octavo.cache.sizing import (
+    available_memory_bytes,
+    format_bytes,
+    num_blocks_for_bytes,
+    parse_memory,
+    resolve_num_blocks,
+)
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import KVCache
 from octavo.config import EngineConfig
@@ -17,6 +21,7 @@ from octavo.engine.core import Engine
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
+from octavo.errors import CapacityError
 from octavo.models.registry import LoadedModel
 from octavo.sampling_params import eos_token_ids
 from octavo.text.tokenizer import Tokenizer
@@ -49,6 +54,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         spec.block_size,
         num_blocks * spec.bytes_per_block / 2**20,
     )
+    kv_cache = _allocate(spec, num_blocks)
     cache = KVCacheManager(
         num_blocks,
         config.block_size,
@@ -69,9 +75,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         block_size=config.block_size,
     )
     vocab_size = loaded.config.vocab_size
-    runner = ModelRunner(
-        loaded.model, KVCache(spec, num_blocks, torch.device("cpu")), batches, Sampler(vocab_size)
-    )
+    runner = ModelRunner(loaded.model, kv_cache, batches, Sampler(vocab_size))
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
@@ -88,6 +92,18 @@ def kv_cache_spec(config: EngineConfig, loaded: LoadedModel) -> KVCacheSpec:
         dtype=config.kv_cache_dtype,
         block_size=config.block_size,
     )
+
+
+def _allocate(spec: KVCacheSpec, num_blocks: int) -> KVCache:
+    """The cache's tensors, refused before a system that lends more than it has can promise them."""
+    needed, available = num_blocks * spec.bytes_per_block, available_memory_bytes()
+    if needed > available:
+        raise CapacityError(
+            f"a KV cache of {num_blocks} blocks takes {format_bytes(needed)}, and "
+            f"{format_bytes(available)} are available: at most {num_blocks_for_bytes(spec, available)} blocks; "
+            "lower num_blocks or kv_cache_memory"
+        )
+    return KVCache(spec, num_blocks)
 
 
 def _resolve(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:

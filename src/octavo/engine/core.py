@@ -84,6 +84,7 @@ class Engine:
         self._dropped: deque[str] = deque()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = self._num_hit_tokens = 0
         self._is_closed = False
+        self._is_stepping = False
 
     @property
     def cache(self) -> KVCacheManager:
@@ -113,6 +114,7 @@ class Engine:
         """
         if self._is_closed:
             raise EngineError("the engine is closed; make a new LLM")
+        self._check_one_thread()
         self._abort_dropped()
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an int (lower runs first), got {priority!r}")
@@ -120,6 +122,8 @@ class Engine:
             raise RequestError(f"cache_salt must be a string, got {cache_salt!r}")
         token_ids = self._checked_prompt(prompt_token_ids)
         params.validate_for(self.vocab_size, self.scheduler.max_model_len)
+        # Before the sequences are made: there may be a billion of them.
+        self.scheduler.check_fits(len(token_ids), params.n)
         self._check_num_logprobs(len(token_ids), params)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
@@ -153,9 +157,11 @@ class Engine:
         A step that raises ends the requests that ran in it with an error; the others, and the engine, go on.
         So does one that Ctrl-C interrupts, which is raised again afterwards: half a step is not kept.
         """
+        self._check_one_thread()
         self._abort_dropped()
         began = self._clock()
         plan = None
+        self._is_stepping = True
         try:
             plan = self.scheduler.schedule()
             if plan is None:
@@ -165,6 +171,8 @@ class Engine:
             changed = self._fail(plan, error)
             if not isinstance(error, Exception):
                 raise
+        finally:
+            self._is_stepping = False
         self._num_steps += 1
         if self.trace:
             self.trace.end(self._clock() - began, len(self.scheduler.waiting), len(self.scheduler.running))
@@ -208,6 +216,13 @@ class Engine:
     def drop(self, request_id: str) -> None:
         """Abort a request at the next chance. For `__del__`, which may run in the middle of a step."""
         self._dropped.append(request_id)
+
+    def _check_one_thread(self) -> None:
+        if self._is_stepping:
+            raise EngineError(
+                "the engine is in the middle of a step that another thread runs; use an LLM from one "
+                "thread at a time, or make one for each"
+            )
 
     def _abort_dropped(self) -> None:
         while self._dropped:

@@ -23,6 +23,7 @@ from octavo.engine.draw import FIRST_CANDIDATES, draw_by_id, draw_by_order, gath
 from octavo.engine.request import Sequence
 from octavo.outputs import Logprob
 
+_MAX_TEMPERATURE = 3e38
 NO_TOKEN = -1
 """Stands in `SamplerOutput.token_ids` for a row that ended in an error."""
 
@@ -214,7 +215,11 @@ class _Plan:
             ),
         )
         self.temperature = self._floats(
-            [p.temperature if row in is_random else 1.0 for row, p in enumerate(params)]
+            # Capped where float32 ends: a masked logit over an infinite temperature would be NaN.
+            [
+                min(p.temperature, _MAX_TEMPERATURE) if row in is_random else 1.0
+                for row, p in enumerate(params)
+            ]
         )
         self.min_p = self._floats([p.min_p for p in params])
         self.top_p = self._doubles([p.top_p for p in params])

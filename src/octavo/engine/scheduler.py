@@ -70,9 +70,8 @@ class Scheduler:
 
     # Arriving and leaving
 
-    def check_fits(self, request: Request) -> None:
+    def check_fits(self, num_prompt_tokens: int, n: int) -> None:
         """Refuse what can never run: RequestError for a limit of the model, CapacityError for the cache's."""
-        num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self.max_model_len:
             raise RequestError(
                 f"prompt has {num_prompt_tokens} tokens; max_model_len={self.max_model_len} leaves room for "
@@ -84,16 +83,16 @@ class Scheduler:
                 f"({self.cache.num_blocks} blocks of {self.block_size}); shorten the prompt or raise "
                 f"num_blocks or kv_cache_memory"
             )
-        if request.params.n > self.max_num_rows:
+        if n > self.max_num_rows:
             raise RequestError(
-                f"n={request.params.n} sequences can never run at once; the limit is {self.max_num_rows} "
+                f"n={n} sequences can never run at once; the limit is {self.max_num_rows} "
                 f"(the lower of max_num_seqs and max_num_batched_tokens); lower n or raise the limit"
             )
 
     def add(self, request: Request) -> None:
         """Queue a request. What can never fit is refused here, so it blocks nobody."""
-        self.check_fits(request)
         num_prompt_tokens = len(request.prompt_token_ids)
+        self.check_fits(num_prompt_tokens, request.params.n)
         # The last token is sampled but never written, hence one more than the cache holds.
         longest = min(self.max_model_len, self.num_cacheable_tokens + 1)
         max_tokens = request.params.max_tokens

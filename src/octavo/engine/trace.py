@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any, TextIO
 
 from octavo.cache.manager import KVCacheManager
@@ -13,11 +14,12 @@ from octavo.errors import ConfigError
 class StepTrace:
     """Writes the record of each step to a file; see docs/architecture.md for the fields."""
 
-    def __init__(self, path: str, cache: KVCacheManager) -> None:
+    def __init__(self, path: str | os.PathLike[str], cache: KVCacheManager) -> None:
         try:
             self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        except OSError as error:
-            raise ConfigError(f"trace: cannot write {path!r}: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"trace: cannot write {os.fspath(path)!r}: {reason}") from error
         self._cache = cache
         self._step = 0
         self._num_evictions = 0

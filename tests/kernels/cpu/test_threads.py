@@ -110,7 +110,7 @@ def test_torch_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2", 2**31])
 def test_nonsense_numbers_are_refused(number: object) -> None:
-    with pytest.raises(ConfigError, match="num_threads must be an int of at least 1, got"):
+    with pytest.raises(ConfigError, match="num_threads must be an int from 1 to"):
         threads.configure(number)  # type: ignore[arg-type]  # what a user might try

@@ -32,6 +32,7 @@ from octavo.errors import ConfigError
 TASK = 0
 WORKER = 1
 FIRST_PARAMETER = 2
+MAX_THREADS_PER_CORE = 4
 
 
 def configure(num_threads: int | None = None) -> int:
@@ -42,8 +43,9 @@ def configure(num_threads: int | None = None) -> int:
     global _team
     if num_threads is None:
         num_threads = _NUM_CORES
-    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
-        raise ConfigError(f"num_threads must be an int of at least 1, got {num_threads!r}")
+    most = MAX_THREADS_PER_CORE * (os.cpu_count() or 1)
+    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or not 1 <= num_threads <= most:
+        raise ConfigError(f"num_threads must be an int from 1 to {most} on this machine, got {num_threads!r}")
     with _team_lock:
         if _team is None or _team.num_threads != num_threads:
             if _team is not None:
