@@ -143,7 +143,22 @@ def test_debug_shows_everything_that_is_logged(octavo):
 
 def test_an_interrupt_is_status_130(octavo, failing):
     failing(KeyboardInterrupt())
-    assert octavo("doctor")[0] == 130
+    assert octavo("doctor") == (130, "", "octavo: error: interrupted\n")
+
+
+def test_an_interrupt_during_the_imports_is_one_line():
+    program = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from octavo.__main__ import main
+main()
+"""
+    done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "octavo: error: interrupted\n")
 
 
 def test_debug_behind_two_dashes_is_a_prompt(monkeypatch):
@@ -158,3 +173,30 @@ def test_a_closed_pipe_ends_quietly():
     command = f"{sys.executable} -m octavo generate --help | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+def in_shell(redirection, command="kv --list"):
+    line = f"{sys.executable} -m octavo {command} {redirection}"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [
+        (">&-", "standard output is closed, and the answer goes there"),
+        (">/dev/full", "cannot write the output: No space left on device"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_a_failure(redirection, message):
+    assert in_shell(redirection) == (1, "", f"octavo: error: {message}\n")
+
+
+def test_a_closed_standard_error_leaves_standard_output_clean():
+    assert in_shell("2>&-", "kv nosuch") == (1, "", "")
+
+
+def test_columns_of_0_means_that_the_width_is_not_known(octavo, monkeypatch):
+    expected = octavo("kv", "gpt2")
+    monkeypatch.setenv("COLUMNS", "0")
+    assert octavo("kv", "gpt2") == expected

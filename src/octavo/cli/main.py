@@ -6,6 +6,7 @@ Exit status: 0 done; 1 an `OctavoError` or another failure; 2 wrong usage; 130 i
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import logging
 import os
@@ -23,6 +24,8 @@ from octavo.errors import OctavoError, nearest
 # typer exports few of the errors of the click it carries; the others lie beside its BadParameter.
 _click_errors: Any = importlib.import_module(typer.BadParameter.__module__)
 
+INTERRUPTED = 130
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 COMMANDS = ("generate", "chat", "bench", "kv", "doctor")
 
 
@@ -78,9 +81,20 @@ def main(argv: list[str] | None = None) -> None:
     debug = "--debug" in options
     for _ in range(options.count("--debug")):
         argv.remove("--debug")
+    _open_closed_streams()
+    if not os.environ.get("COLUMNS", "unset").strip("0"):
+        del os.environ["COLUMNS"]  # a width of 0 means that it is not known; rich would print nothing
     with _log_on_stderr(debug):
         status = _run(argv, debug)
     sys.exit(status)
+
+
+def _open_closed_streams() -> None:
+    """Opens what the caller closed (`<&-`, `2>&-`; None in Python), so that it can be read and written."""
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 class _Lines(logging.Handler):
@@ -127,8 +141,11 @@ def _folded(text: str) -> str:
 
 
 def _run(argv: list[str], debug: bool) -> int:
+    if sys.stdout is None:
+        return _fail("standard output is closed, and the answer goes there", 1)
     try:
         status = app(argv, prog_name="octavo", standalone_mode=False)
+        sys.stdout.flush()
     except _click_errors.UsageError as error:
         return _fail(_describe_usage_error(error), 2)
     except OctavoError as error:
@@ -136,16 +153,25 @@ def _run(argv: list[str], debug: bool) -> int:
             traceback.print_exc()
         return _fail(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130)
-    except BrokenPipeError:
-        # The reader (`| head`) went away; Python would complain again while flushing at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # the reader (`| head`) went away
+        _discard_output()
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            _discard_output()
+            return _fail(f"cannot write the output: {error.strerror}", 1)
         if debug:
             raise
         return _fail(f"{type(error).__name__}: {error} (this is a fault in Octavo; --debug shows where)", 1)
+    if status == INTERRUPTED:  # typer turns the exception into a status
+        return _fail("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else 0
+
+
+def _discard_output() -> None:
+    """Sends what is still unwritten nowhere; Python would complain again while flushing at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, status: int) -> int:
