@@ -100,8 +100,8 @@ def _allocate(spec: KVCacheSpec, num_blocks: int) -> KVCache:
     if needed > available:
         raise CapacityError(
             f"a KV cache of {num_blocks} blocks takes {format_bytes(needed)}, and "
-            f"{format_bytes(available)} are available: at most {num_blocks_for_bytes(spec, available)} blocks; "
-            "lower num_blocks or kv_cache_memory"
+            f"{format_bytes(available)} are available: at most {num_blocks_for_bytes(spec, available)} "
+            "blocks; lower num_blocks or kv_cache_memory"
         )
     return KVCache(spec, num_blocks)
 
