@@ -163,6 +163,13 @@ def test_a_gguf_file_without_lengths_or_kv_heads(kv_json, tmp_path):
     assert (report["head_dim"], report["value_head_dim"], report["num_kv_heads"]) == (8, 8, 8)
 
 
+def test_a_gguf_file_is_read_as_the_engine_reads_it(kv_json, tmp_path):
+    # Qwen3's config.json would mean 128 where this file means 64 / 8; a llama with a window is a Mistral.
+    assert kv_json(write_gguf(tmp_path / "a.gguf", "qwen3", **LLAMA))["head_dim"] == 8
+    windowed = kv_json(write_gguf(tmp_path / "b.gguf", "llama", **LLAMA, attention__sliding_window=48))
+    assert windowed["windows"] == [48] * 4
+
+
 def test_gguf_layers_without_kv_do_not_count_and_unequal_ones_are_refused(kv_json, octavo, tmp_path):
     path = write_gguf(tmp_path / "a.gguf", "llama", **LLAMA, attention__head_count_kv=[0, 2, 0, 2])
     assert (kv_json(path)["num_layers"], kv_json(path)["num_kv_heads"]) == (2, 2)

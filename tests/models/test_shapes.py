@@ -3,16 +3,19 @@
 import pytest
 
 from octavo.errors import ConfigError, ModelError
+from octavo.models.config import MODEL_TYPES, ModelConfig
 from octavo.models.shapes import (
     KNOWN_SHAPES,
     checkpoint_dtype,
     known_shape,
     kv_cache_spec,
     max_positions,
+    spec_from_config,
     suggest_shape,
 )
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+OTHER = LLAMA | {"model_type": "olmo"}  # an architecture that the engine does not run
 
 
 @pytest.mark.parametrize(
@@ -20,13 +23,13 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "n
 )
 def test_c58_bytes_follow_the_kv_heads(num_kv_heads: int | None, num_bytes: int) -> None:
     config = LLAMA | {"num_key_value_heads": num_kv_heads}
-    assert kv_cache_spec(config, dtype="float16").bytes_per_token == num_bytes
+    assert spec_from_config(config, dtype="float16").bytes_per_token == num_bytes
 
 
 def test_c58_absent_kv_heads_are_the_query_heads_and_gpt2_has_its_own_names() -> None:
-    assert kv_cache_spec(LLAMA, dtype="float16").bytes_per_token == 524_288
+    assert spec_from_config(LLAMA, dtype="float16").bytes_per_token == 524_288
     gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
-    assert kv_cache_spec(gpt2, dtype="float16").bytes_per_token == 36_864
+    assert spec_from_config(gpt2, dtype="float16").bytes_per_token == 36_864
 
 
 @pytest.mark.parametrize(
@@ -42,11 +45,11 @@ def test_c58_absent_kv_heads_are_the_query_heads_and_gpt2_has_its_own_names() ->
     ],
 )
 def test_c50_head_dim_stated_by_family_or_derived(config: dict[str, object], head_dim: int) -> None:
-    assert kv_cache_spec({"num_hidden_layers": 2, **config}).head_dim == head_dim
+    assert spec_from_config({"num_hidden_layers": 2, **config}).head_dim == head_dim
 
 
 def test_latent_attention_keeps_one_vector() -> None:
-    spec = kv_cache_spec(KNOWN_SHAPES["deepseek-v3"])
+    spec = spec_from_config(KNOWN_SHAPES["deepseek-v3"])
     assert (spec.num_kv_heads, spec.head_dim, spec.value_width) == (1, 576, 0)
     assert spec.bytes_per_token == 70_272
 
@@ -57,9 +60,17 @@ def test_latent_attention_keeps_one_vector() -> None:
         ({}, None),
         ({"sliding_window": None}, None),
         ({"model_type": "mistral", "sliding_window": 9}, (9, 9, 9, 9)),
-        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": False}, None),
-        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3},
-         (None, None, None, 9)),
+        ({"model_type": "mistral"}, (4096, 4096, 4096, 4096)),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "llama", "sliding_window": 9}, None),
+        *((more | {"model_type": qwen, "sliding_window": 9}, windows)
+          for qwen in ("qwen2", "qwen3", "qwen3_moe")
+          for more, windows in (
+              ({}, None),
+              ({"use_sliding_window": False}, None),
+              ({"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 9)),
+          )),
+        ({"sliding_window": 9}, (9, 9, 9, 9)),
         ({"model_type": "gemma2", "sliding_window": 9}, (9, None, 9, None)),
         ({"model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 3}, (9, 9, None, 9)),
         ({"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"] * 2},
@@ -69,30 +80,54 @@ def test_latent_attention_keeps_one_vector() -> None:
 )  # fmt: skip
 def test_windows(more: dict[str, object], windows: tuple[int | None, ...] | None) -> None:
     config = {
-        "model_type": "llama",
+        "model_type": "olmo",
         "hidden_size": 64,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         **more,
     }
-    assert kv_cache_spec(config).windows == windows
+    assert spec_from_config(config).windows == windows
 
 
 def test_layers_without_keys_and_values_do_not_count() -> None:
-    config = LLAMA | {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
-    assert kv_cache_spec(config).num_layers == 1
+    config = OTHER | {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    assert spec_from_config(config).num_layers == 1
     with pytest.raises(ModelError, match="no KV cache to size"):
-        kv_cache_spec(config | {"layer_types": ["linear_attention"] * 4})
+        spec_from_config(config | {"layer_types": ["linear_attention"] * 4})
+
+
+# What the config leaves out is what the engine would take.
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("change", [{}, {"sliding_window": 9}, {"head_dim": 32, "num_key_value_heads": 2}])
+def test_an_architecture_that_the_engine_runs_is_read_as_the_engine_reads_it(
+    model_type: str, change: dict[str, object]
+) -> None:
+    config = LLAMA | {"model_type": model_type} | change
+    model = ModelConfig.from_hf(config | {"vocab_size": 7, "intermediate_size": 5})
+    assert spec_from_config(config, dtype="float16", block_size=32) == kv_cache_spec(
+        model, dtype="float16", block_size=32
+    )
+    assert max_positions(config) == model.max_position_embeddings > 0
+
+
+def test_what_is_not_of_the_cache_may_be_unsupported() -> None:
+    extra = {"quantization_config": {"quant_method": "awq"}, "rope_scaling": {"rope_type": "longrope"}}
+    assert spec_from_config(LLAMA | extra) == spec_from_config(LLAMA)
+
+
+def test_a_config_that_the_engine_refuses_is_refused() -> None:
+    with pytest.raises(ModelError, match="num_attention_heads must be at least 1, got 0"):
+        spec_from_config(LLAMA | {"num_attention_heads": 0})
 
 
 def test_multi_query_flag_and_multimodal_configs() -> None:
-    assert kv_cache_spec({"n_layer": 2, "n_head": 8, "n_embd": 64, "multi_query": True}).num_kv_heads == 1
+    assert spec_from_config({"n_layer": 2, "n_head": 8, "n_embd": 64, "multi_query": True}).num_kv_heads == 1
     nested = {
         "model_type": "gemma3",
         "torch_dtype": "bfloat16",
         "text_config": LLAMA | {"max_position_embeddings": 77},
     }
-    assert kv_cache_spec(nested).num_layers == 32
+    assert spec_from_config(nested).num_layers == 32
     assert (checkpoint_dtype(nested), max_positions(nested)) == ("bfloat16", 77)
 
 
@@ -126,12 +161,12 @@ def test_the_dtype_of_the_checkpoint(config: dict[str, object], dtype: str) -> N
 )
 def test_configs_that_make_no_sense_are_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        kv_cache_spec(LLAMA | change)
+        spec_from_config(OTHER | change)
 
 
 def test_an_unknown_dtype_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="unknown KV cache dtype 'fp4'"):
-        kv_cache_spec(LLAMA, dtype="fp4")
+        spec_from_config(LLAMA, dtype="fp4")
 
 
 @pytest.mark.parametrize(
@@ -143,12 +178,12 @@ def test_an_unknown_dtype_is_a_config_error() -> None:
      ("gemma-2-9b", 336), ("gemma-3-27b", 496), ("deepseek-v3", 68.625)],
 )  # fmt: skip
 def test_known_shapes_in_two_bytes(name: str, kib: float) -> None:
-    assert kv_cache_spec(KNOWN_SHAPES[name]).bytes_per_token == kib * 1024
+    assert spec_from_config(KNOWN_SHAPES[name]).bytes_per_token == kib * 1024
 
 
 def test_every_known_shape_can_be_sized_and_states_its_length() -> None:
     for config in KNOWN_SHAPES.values():
-        assert kv_cache_spec(config).bytes_per_token > 0
+        assert spec_from_config(config).bytes_per_token > 0
         assert (max_positions(config) or 0) >= 1024
 
 
@@ -168,7 +203,7 @@ def test_the_nearest_known_shape_is_suggested() -> None:
 
 
 def test_gemma_3_mixes_five_window_layers_with_one_full_layer() -> None:
-    windows = kv_cache_spec(KNOWN_SHAPES["gemma-3-1b"]).windows
+    windows = spec_from_config(KNOWN_SHAPES["gemma-3-1b"]).windows
     assert windows is not None
     assert [i for i, window in enumerate(windows) if window is None] == [5, 11, 17, 23]
     assert {window for window in windows if window} == {512}

@@ -14,7 +14,7 @@ from octavo.cache.sizing import RequestSizing, format_bytes, num_blocks_for_byte
 from octavo.cache.spec import KVCacheSpec
 from octavo.errors import ConfigError, ModelError
 from octavo.models.config import load_json
-from octavo.models.shapes import KNOWN_SHAPES, known_shape, kv_cache_spec, max_positions, suggest_shape
+from octavo.models.shapes import KNOWN_SHAPES, known_shape, max_positions, spec_from_config, suggest_shape
 from octavo.models.source import resolve_model
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def estimate_model(
         if value is not None and not 1 <= value <= MAX_CONTEXT:
             raise ConfigError(f"{name} must be between 1 and {MAX_CONTEXT:,}, got {value:,}")
     source, config = find_config(model)
-    spec = kv_cache_spec(
+    spec = spec_from_config(
         config, dtype=None if kv_dtype == "auto" else kv_dtype, block_size=block_size, scales=kv_scales
     )
     longest = max_len or max_positions(config) or context
@@ -222,15 +222,20 @@ def _config_from_gguf(path: Path) -> Mapping[str, Any]:
     num_heads = value("attention.head_count")
     if isinstance(num_heads, list):
         num_heads = max(num_heads)
+    head_dim, hidden_size = value("attention.key_length"), value("embedding_length")
+    if not head_dim and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads:
+        head_dim = hidden_size // num_heads  # whatever a config.json of this architecture may leave out
+    window = value("attention.sliding_window") or None
     return {
-        "model_type": arch,
+        # Mistral's GGUF files say llama; the window is what tells them apart.
+        "model_type": "mistral" if window and arch == "llama" else arch,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "hidden_size": value("embedding_length"),
-        "head_dim": value("attention.key_length"),
+        "hidden_size": hidden_size,
+        "head_dim": head_dim,
         "value_head_dim": value("attention.value_length"),
-        "sliding_window": value("attention.sliding_window") or None,
+        "sliding_window": window,
         "max_position_embeddings": value("context_length"),
         "kv_lora_rank": value("attention.kv_lora_rank"),
         "qk_rope_head_dim": value("rope.dimension_count"),
@@ -240,7 +245,7 @@ def _config_from_gguf(path: Path) -> Mapping[str, Any]:
 
 def _print_shapes() -> None:
     for name, config in KNOWN_SHAPES.items():
-        spec = kv_cache_spec(config)
+        spec = spec_from_config(config)
         print(f"{name:<16} {format_bytes(spec.bytes_per_token):>14} a token in {spec.dtype}")
 
 

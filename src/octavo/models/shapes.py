@@ -1,7 +1,7 @@
 """The KV cache of any decoder from its config alone, and the configs of models people ask about.
 
-Wider than `octavo.models.config`: sizing a cache needs five numbers, so it also works for architectures that
-the engine does not run. Configs are plain Hugging Face `config.json` dicts. No torch.
+Architectures that the engine runs are read as the engine reads them (`octavo.models.config`). Sizing a cache
+needs five numbers, so it works for others, too. Configs are plain Hugging Face `config.json` dicts. No torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.cache.spec import DTYPE_BYTES, KVCacheSpec, canonical_dtype
 from octavo.errors import ModelError, nearest
+from octavo.models.config import MODEL_TYPES, ModelConfig
 
 Config = Mapping[str, Any]
 
@@ -22,11 +23,18 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 _MAX_LEN = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
 # What a family's config class takes when the key is absent; everybody else derives hidden / heads.
-_DEFAULT_HEAD_DIM = {"qwen3": 128, "qwen3_moe": 128}
+_DEFAULT_HEAD_DIM = {"qwen3_moe": 128}
 _DEFAULT_HEAD_DIM |= dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), 256)
 
 # Every n-th layer is full, the others have the window.
 _WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
+
+# What decides the cache of an architecture that the engine runs. The rest of the config is left out, so that
+# a model which only its other parts make unsupported (quantised weights, a rope type) can be sized.
+_DECISIVE = frozenset({
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+})  # fmt: skip
 
 # Layer types that keep a state of fixed size instead of keys and values.
 _WITHOUT_KV = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
@@ -39,7 +47,10 @@ def text_config(config: Config) -> Config:
 
 
 def max_positions(config: Config) -> int | None:
-    """The longest sequence the config states, or None."""
+    """The longest sequence of the model: what the config states, or its architecture's default, or None."""
+    model = _engine_config(text_config(config))
+    if model is not None:
+        return model.max_position_embeddings
     value = _first(text_config(config), _MAX_LEN)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
@@ -55,6 +66,22 @@ def checkpoint_dtype(config: Config) -> str:
 
 
 def kv_cache_spec(
+    model: ModelConfig, *, dtype: str, block_size: int = 16, scales: str = "tensor"
+) -> KVCacheSpec:
+    """The KV cache of a model that the engine runs; the engine allocates this very one."""
+    windows = model.sliding_window
+    return KVCacheSpec(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        block_size=block_size,
+        windows=windows if any(window is not None for window in windows) else None,
+        scales=scales,
+    )
+
+
+def spec_from_config(
     config: Config, *, dtype: str | None = None, block_size: int = 16, scales: str = "tensor"
 ) -> KVCacheSpec:
     """The KV cache of the model that `config` describes.
@@ -62,7 +89,10 @@ def kv_cache_spec(
     `dtype` None means the checkpoint's. ModelError names a number that is missing or makes no sense,
     ConfigError a dtype, block size or scale form that does not exist.
     """
-    config = text_config(config)
+    config, dtype = text_config(config), dtype or checkpoint_dtype(config)
+    model = _engine_config(config)
+    if model is not None:
+        return kv_cache_spec(model, dtype=dtype, block_size=block_size, scales=scales)
     num_layers = _number(config, _LAYERS)
     num_heads = _number(config, _HEADS)
     windows = _windows(config, num_layers)
@@ -73,7 +103,7 @@ def kv_cache_spec(
         )
     cache: dict[str, Any] = {
         "num_layers": num_kv_layers,
-        "dtype": dtype or checkpoint_dtype(config),
+        "dtype": dtype,
         "block_size": block_size,
         "windows": windows if any(window is not None for window in windows) else None,
         "scales": scales,
@@ -87,6 +117,15 @@ def kv_cache_spec(
     return KVCacheSpec(
         num_kv_heads=_kv_heads(config, num_heads), head_dim=head_dim, value_head_dim=value_head_dim, **cache
     )
+
+
+def _engine_config(config: Config) -> ModelConfig | None:
+    """The config as the engine reads it; None for an architecture that the engine does not run."""
+    value_head_dim = config.get("value_head_dim")
+    if config.get("model_type") not in MODEL_TYPES or value_head_dim not in (None, config.get("head_dim")):
+        return None
+    decisive = {key: value for key, value in config.items() if key in _DECISIVE}
+    return ModelConfig.from_hf({**decisive, "intermediate_size": 1, "vocab_size": 1})
 
 
 def _kv_heads(config: Config, num_heads: int) -> int:
@@ -131,12 +170,14 @@ def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
             window if kind == "sliding_attention" else None for kind in types if kind not in _WITHOUT_KV
         )
     # Qwen configs carry a window that is switched off, and count its first layers out when it is on.
-    if window is None or config.get("use_sliding_window") is False:
+    is_qwen = str(config.get("model_type")).startswith("qwen")
+    is_on = config.get("use_sliding_window")
+    if window is None or is_on is False or (is_on is None and is_qwen):
         return (None,) * num_layers
     pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERN.get(str(config.get("model_type")))
     if pattern is not None:
         return tuple(window if (i + 1) % pattern else None for i in range(num_layers))
-    first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
+    first = config.get("max_window_layers") if is_on else 0
     return tuple(window if i >= (first or 0) else None for i in range(num_layers))
 
 
