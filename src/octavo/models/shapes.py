@@ -33,7 +33,8 @@ _WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gp
 # a model which only its other parts make unsupported (quantised weights, a rope type) can be sized.
 _DECISIVE = frozenset({
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+    "head_dim", "max_position_embeddings", "sliding_window", "use_sliding_window",
+    "max_window_layers", "layer_types",
 })  # fmt: skip
 
 # Layer types that keep a state of fixed size instead of keys and values.
