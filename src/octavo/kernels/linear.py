@@ -1,14 +1,16 @@
 """Matrix products with weights that were packed once, at load time.
 
-============  ========================================  =====================================================
-form          what a weight is stored as                for ============
-========================================  ===================================================== ``dense``
-the (N, K) tensor as it came              any dtype and device; torch's own `linear` ``float32``   panels of
-float32                         the CPU: exact, and the same bits in every batch ``float16``   panels of
-float16, products in float32    the CPU: half the bytes, lossless in practice ``int8``      panels of int8,
-groups of 64 along K      the CPU: a quarter of the bytes; symmetric, one float32
-              with one scale, products in float32       scale a group; activations stay float32
-============  ========================================  =====================================================
+===========  ===========================================  ================================================
+form         a weight is stored as                        for
+===========  ===========================================  ================================================
+``dense``    the (N, K) tensor as it came                 any dtype and device; torch's own `linear`
+``float32``  panels of float32                            the CPU: exact, and the same bits in every batch
+``float16``  panels of float16                            the CPU: half the bytes, lossless in practice
+``int8``     panels of int8, symmetric, with one float32  the CPU: a quarter of the bytes
+             scale for each group of 64 along K
+===========  ===========================================  ================================================
+
+With the last two, activations and products stay float32.
 
 The packed forms run in `octavo.kernels.cpu`: ``[ceil(N / panel)][K][panel]``, where a panel is as many output
 columns as one register tile computes on this CPU, the last one padded with zeros. A packed weight therefore

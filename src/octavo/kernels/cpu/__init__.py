@@ -13,6 +13,7 @@ How the pieces fit, bottom up::
     team.py        how leader and workers meet, compiled
     linear_kernel.py, attention_kernel.py, small_kernels.py        the loops around tiles and rows
     attention.py, kv_write.py, norm.py, rotary.py, activation.py   tensors in, addresses down
+    attention_parameters.py   names for what attention.py hands to its kernel
 
 Three rules hold everywhere in this room:
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu import host, threads
+from octavo.kernels.cpu.attention_parameters import Parameters
 
 _PARALLEL_WORK = 8192  # key reads x head_dim below which waking the other threads costs more than it brings
 
@@ -88,7 +89,7 @@ def varlen_attention(
     zeros, lane_numbers = _constants()
     task = attention_kernel.task_shape(group, head_dim)
     q_strides, k_strides, v_strides, out_strides = q.stride(), k.stride(), v.stride(), out.stride()
-    parameters = attention_kernel.Parameters(
+    parameters = Parameters(
         batch=batch,
         group=group,
         kv_heads=num_kv_heads,

@@ -32,6 +32,7 @@ from typing import NamedTuple
 from numba import float32
 
 from octavo.kernels.cpu import threads
+from octavo.kernels.cpu.attention_parameters import SCRATCH_SLOT, SLOTS
 from octavo.kernels.cpu.compiled import compile_kernel, source_digest
 from octavo.kernels.cpu.host import FLOAT_BYTES, vector_shape
 from octavo.kernels.cpu.ir import (
@@ -85,52 +86,6 @@ def task_shape(group: int, head_dim: int) -> TaskShape:
     padded = -(-head_dim // columns) * columns
     floats = rows * (head_dim + KEYS + padded + 2) + KEYS * (head_dim + padded)
     return TaskShape(tokens, rows, floats * FLOAT_BYTES + KEYS * 2 * 8)
-
-
-class Parameters(NamedTuple):
-    """The parameters of a call; `varlen_attention` fills them in, the kernel reads each from its slot."""
-
-    batch: int
-    group: int
-    kv_heads: int
-    dim: int
-    q: int
-    q_token: int  # strides are in bytes
-    q_head: int
-    k: int
-    k_block: int
-    k_slot: int
-    k_head: int
-    v: int
-    v_block: int
-    v_slot: int
-    v_head: int
-    out: int
-    out_token: int
-    out_head: int
-    lse: int  # address; 0: none
-    lse_head: int
-    starts_q: int
-    starts_k: int
-    table: int  # 0: packed keys
-    table_row: int
-    block_size: int
-    scale: int  # bits of an fp32 number, as softcap
-    softcap: int
-    left: int  # negative: unbounded, as right
-    right: int
-    slopes: int  # 0: none; fp32 (H,), with a stride from sequence to sequence
-    slopes_row: int
-    sinks: int  # 0: none; fp32 (H,)
-    tokens_per_task: int
-    rows_stride: int
-    zeros: int  # address of a panel of zeros
-    lane_numbers: int  # address of 0, 1, 2, ... in fp32
-    scratch_size: int  # of one worker
-
-
-SLOTS = Parameters(*range(threads.FIRST_PARAMETER, threads.FIRST_PARAMETER + len(Parameters._fields)))
-SCRATCH_SLOT = threads.FIRST_PARAMETER + len(SLOTS)
 
 
 @functools.cache
