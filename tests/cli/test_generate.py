@@ -89,6 +89,37 @@ def test_standard_input_can_be_read_once(octavo, tiny, monkeypatch):
     assert "- stands for all of standard input and may be given once, got 2" in err
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_that_is_no_text_is_named(octavo, tiny, monkeypatch, errors):
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert octavo("generate", *tiny, "-") == (
+        1, "", "octavo: error: standard input is not UTF-8 text; convert it, for example with iconv\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("prompts", [[""], ["-"], ["abc", ""]])
+def test_an_empty_prompt_is_refused_with_and_without_a_template(octavo, tiny, monkeypatch, prompts):
+    for form in ("--chat", "--raw"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+        status, out, err = octavo("generate", *tiny, form, *prompts)
+        assert (status, out) == (1, "")
+        assert err == "octavo: error: prompt is empty; give at least one word\n"
+
+
+def test_an_interrupt_ends_the_line(octavo, tiny, monkeypatch):
+    step = LLM.stream
+
+    def interrupted(self, *arguments):
+        yield next(iter(step(self, *arguments)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    status, out, err = octavo("generate", *tiny, *OPTIONS, "--raw", "abc")
+    assert (status, err) == (130, "octavo: error: interrupted\n")
+    assert out.endswith("\n")
+
+
 @pytest.fixture
 def failing_step(monkeypatch):
     def execute(self, plan):

@@ -196,6 +196,11 @@ def test_a_closed_standard_error_leaves_standard_output_clean():
     assert in_shell("2>&-", "kv nosuch") == (1, "", "")
 
 
+def test_a_closed_standard_input_is_an_empty_one():
+    status, _, err = in_shell("<&-", "generate m -")
+    assert (status, err) == (1, "octavo: error: prompt is empty; give at least one word\n")
+
+
 def test_columns_of_0_means_that_the_width_is_not_known(octavo, monkeypatch):
     expected = octavo("kv", "gpt2")
     monkeypatch.setenv("COLUMNS", "0")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.options import EngineOptions, Model, SamplingOptions, expands
-from octavo.cli.session import describe_timing, open_llm, output_as_json
+from octavo.cli.session import describe_timing, open_llm, output_as_json, read_stdin
 from octavo.errors import RequestError
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def generate(
         raise typer.BadParameter(
             f"- stands for all of standard input and may be given once, got {prompts.count('-')}"
         )
-    texts = [sys.stdin.read().rstrip("\n") if prompt == "-" else prompt for prompt in prompts]
+    texts = [read_stdin(sys.stdin.read).rstrip("\n") if prompt == "-" else prompt for prompt in prompts]
+    if "" in texts:
+        raise RequestError("prompt is empty; give at least one word")
     with open_llm(model, engine) as llm:
         params = sampling.apply(llm.get_default_sampling_params())
         use_chat = chat if chat is not None else llm.tokenizer.chat_template is not None
@@ -85,8 +87,12 @@ def _conversation(text: str, system: str | None) -> list[dict[str, str]]:
 def _stream(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) -> RequestOutput:
     """Prints the answer as it grows and returns the finished request."""
     stream = llm.stream(prompt, params) if isinstance(prompt, str) else llm.stream_chat(prompt, params)
-    for chunk in stream:
-        print(chunk.text, end="", flush=True)
+    try:
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)  # what is said next starts on a line of its own
+        raise
     print(flush=True)
     assert stream.output is not None, "a stream that ended has its output"
     return stream.output

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import EngineOptions
+from octavo.errors import RequestError
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -27,6 +29,16 @@ def open_llm(model: str, engine: EngineOptions) -> LLM:
         from octavo.llm import LLM
 
         return LLM(model, **engine.llm_kwargs())
+
+
+def read_stdin(read: Callable[[], str]) -> str:
+    """What `read` returns of standard input; RequestError when it is not UTF-8."""
+    try:
+        text = read()
+        text.encode()  # some locales let bytes that are no text through, as lone surrogates
+    except UnicodeError as error:
+        raise RequestError("standard input is not UTF-8 text; convert it, for example with iconv") from error
+    return text
 
 
 def describe_timing(output: RequestOutput) -> str:
