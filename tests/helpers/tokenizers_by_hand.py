@@ -132,7 +132,8 @@ class SmolLMByHand:
         return found
 
     def _word(self, word: str) -> list[int]:
-        symbols = list(word)
+        # Bytes that no assigned character needs are not in the vocabulary: dropped before the rest merges.
+        symbols = [symbol for symbol in word if symbol in self.ids]
         while len(symbols) > 1:
             ranked = [
                 (self.ranks[pair], i)
@@ -143,8 +144,7 @@ class SmolLMByHand:
                 break
             at = min(ranked)[1]
             symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-        # Bytes that no assigned character needs are not in the vocabulary, and are dropped.
-        return [self.ids[symbol] for symbol in symbols if symbol in self.ids]
+        return [self.ids[symbol] for symbol in symbols]
 
 
 def _isolated(pattern: regex.Pattern[str], text: str) -> list[str]:
