@@ -11,6 +11,11 @@ from octavo.cli.chat import Conversation
 OPTIONS = ("--max-tokens", "5", "--ignore-eos")
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.fixture
 def chat(octavo, tiny, monkeypatch):
     def run(text, *arguments):
@@ -58,16 +63,32 @@ def test_stats_tell_the_last_answer_and_the_engine(chat):
 
 
 def test_help_exit_and_a_misspelt_command(chat):
-    _, out, _ = chat("/help\n/rest\n/exit\nnever read\n")
+    status, out, err = chat("/help\n/rest\n/exit\nnever read\n")
     assert "/reset" in out
     assert "/stats" in out
-    assert "no command /rest (did you mean '/reset'?)" in out
-    assert out.count("\n") == 5
+    assert out.count("\n") == 4
+    assert (status, err) == (1, "octavo: error: no command /rest (did you mean '/reset'?)\n")
 
 
-def test_a_question_that_is_too_long_does_not_end_the_chat(conversation):
+def test_a_refused_message_is_one_line_on_standard_error_and_a_failure_in_the_end(chat):
+    status, out, err = chat("x" * 400 + "\none\n")
+    assert status == 1
+    assert out.count("\n") == 1  # the answer to the second line
+    assert err.startswith("octavo: error: ")
+    assert err.endswith("; /reset forgets the conversation and makes room\n")
+    assert err.count("\n") == 1
+
+
+def test_input_that_is_no_text_is_named(octavo, tiny, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    status, out, err = octavo("chat", *tiny)
+    assert (status, out) == (1, "")
+    assert err == "octavo: error: standard input is not UTF-8 text; convert it, for example with iconv\n"
+
+
+def test_a_question_that_is_too_long_does_not_end_the_chat(conversation, capsys):
     conversation.answer("x" * 400)
-    assert "/reset" in conversation.console.file.getvalue()
+    assert "/reset" in capsys.readouterr().err
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
     conversation.answer("short")
     assert conversation.last.finish_reason == "length"
@@ -102,7 +123,7 @@ def test_a_model_without_a_template_is_sent_to_generate(octavo, model_folder, tm
     assert "has no chat template; use `octavo generate" in err
 
 
-def test_a_failed_answer_is_told_and_forgotten(conversation, monkeypatch):
+def test_a_failed_answer_is_told_and_forgotten(conversation, monkeypatch, capsys):
     conversation.answer("one")
     before = list(conversation.messages)
 
@@ -112,18 +133,33 @@ def test_a_failed_answer_is_told_and_forgotten(conversation, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(conversation.llm.engine.runner, "execute", broken)
         conversation.answer("two")
-    lines = conversation.console.file.getvalue().splitlines()
-    assert lines[-1] == "the step failed: RuntimeError: no such instruction"
+    assert capsys.readouterr().err == ("octavo: error: the step failed: RuntimeError: no such instruction\n")
+    assert conversation.failed
     assert conversation.messages == before
     conversation.answer("three")
     assert [message["content"] for message in conversation.messages[1::2]] == ["one", "three"]
 
 
-def test_the_greeting_shows_the_model_as_it_is_written(octavo, model_folder, tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_no_color_leaves_no_escape_codes(octavo, tiny, tmp_path, monkeypatch, no_color, coloured):
+    prompts = []
 
+    def read(prompt=""):
+        prompts.append(prompt)
+        return "/help" if len(prompts) == 1 else "/exit"
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    status, out, _ = octavo("chat", *tiny)
+    assert status == 0
+    assert ("\033" in out, "\033" in "".join(prompts)) == (coloured, coloured)
+
+
+def test_the_greeting_shows_the_model_as_it_is_written(octavo, model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("sys.stdin", Terminal("/exit\n"))
     folder = tmp_path / "tiny[bold]"

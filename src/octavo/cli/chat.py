@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.options import EngineOptions, Model, SamplingOptions, expands
-from octavo.cli.session import describe_timing, open_llm
+from octavo.cli.session import describe_timing, open_llm, read_stdin
 from octavo.errors import OctavoError, RequestError, nearest
 
 if TYPE_CHECKING:
@@ -41,11 +42,9 @@ def chat(
     *,
     sampling: SamplingOptions,
     engine: EngineOptions,
-) -> None:
+) -> int:
     """Talk with a model. Ctrl-C stops an answer, /help lists the commands."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = _console()
     with open_llm(model, engine) as llm:
         if llm.tokenizer.chat_template is None:
             raise RequestError(f"{model} has no chat template; use `octavo generate {model} PROMPT` instead")
@@ -55,8 +54,19 @@ def chat(
         if sys.stdin.isatty():
             console.print(model, style="bold", markup=False, end="")
             console.print(" – /help lists the commands, Ctrl-C stops an answer")
+        conversation = Conversation(llm, params, system, console)
         with _line_history():
-            Conversation(llm, params, system, console).run()
+            conversation.run()
+    # Who types has seen what failed; a script only sees the status.
+    return 1 if conversation.failed and not sys.stdin.isatty() else 0
+
+
+def _console(stderr: bool = False) -> Console:
+    """Standard output or error; no escape codes under NO_COLOR, not even for bold."""
+    from rich.console import Console
+
+    color_system: Any = None if os.environ.get("NO_COLOR") else "auto"
+    return Console(stderr=stderr, highlight=False, color_system=color_system)
 
 
 class Conversation:
@@ -66,6 +76,8 @@ class Conversation:
         self.llm = llm
         self.params = params
         self.console = console
+        self.errors = _console(stderr=True)
+        self.failed = False
         self.opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.opening)
         self.last: RequestOutput | None = None
@@ -91,11 +103,10 @@ class Conversation:
 
     def _read(self) -> str:
         if not sys.stdin.isatty():
-            return input().strip()
+            return read_stdin(input).strip()
         # The escape codes are bracketed so that readline does not count them as columns.
-        return input(
-            "\001\033[1;36m\002you>\001\033[0m\002 " if self.console.is_terminal else "you> "
-        ).strip()
+        prompt = "\001\033[1;36m\002you>\001\033[0m\002 " if self.console.color_system else "you> "
+        return read_stdin(lambda: input(prompt)).strip()
 
     def command(self, line: str) -> None:
         """Carries out a line that starts with a slash."""
@@ -113,7 +124,7 @@ class Conversation:
                 self.console.print(f"  {name}: {value}", style="dim", markup=False)
         else:
             known = nearest(line, HELP) or "; /help lists what there is"
-            self.console.print(f"no command {line}{known}", style="red", markup=False)
+            self._fail(f"no command {line}{known}")
 
     def answer(self, text: str) -> None:
         """Streams the answer to `text`; an interrupted answer stays in the conversation as far as it came,
@@ -130,16 +141,21 @@ class Conversation:
                     if interrupted:
                         break
         except OctavoError as error:
-            self.console.print(f"{error}", style="red", markup=False)
-            if isinstance(error, RequestError):
-                self.console.print("/reset forgets the conversation and makes room", style="dim")
+            hint = "; /reset forgets the conversation and makes room"
+            self._fail(f"{error}{hint if isinstance(error, RequestError) else ''}")
             return
         self.console.print(" [dim](stopped)[/dim]" if interrupted else "")
         self.last = stream.output or self.last
         if stream.output is not None and stream.output.error is not None:
-            self.console.print(stream.output.error, style="red", markup=False)
+            self._fail(stream.output.error)
             return
         self.messages = [*messages, {"role": "assistant", "content": said}]
+
+    def _fail(self, message: str) -> None:
+        """Tells on standard error, in one line, that a line came to nothing."""
+        self.failed = True
+        line = f"octavo: error: {' '.join(message.split())}"
+        self.errors.print(line, style="red", markup=False, soft_wrap=True)
 
     def _print_piece(self, piece: str) -> None:
         self.console.print(piece, end="", style="green", markup=False, soft_wrap=True)
