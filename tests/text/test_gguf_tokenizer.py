@@ -17,7 +17,7 @@ from helpers.tokenizers_by_hand import (
     spelled,
     write_gguf,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -65,7 +65,6 @@ WORDS = [
     "'S 'T",
     "''''",
     "\x00\x01",
-    "*\x1d:",
     "\ufeffbom",
     "�",
     "Ünïcödé ÀÉÎ",
@@ -144,6 +143,7 @@ def test_smollm2_splits_as_its_rule_written_out_and_as_transformers() -> None:
 @given(
     st.one_of(st.text(ALPHABET, max_size=24), st.text(st.characters(exclude_categories=["Cs"]), max_size=16))
 )
+@example("*\x1d:")  # the middle byte is not in the vocabulary: what is left merges
 def test_smollm2_on_any_text(text: str) -> None:
     assert smollm2().encode(text) == by_hand().encode(text)
 
