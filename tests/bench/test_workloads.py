@@ -1,4 +1,6 @@
+import math
 import random
+import re
 
 import pytest
 
@@ -60,6 +62,9 @@ def test_impossible_shapes_are_named(wrong, message):
         WorkloadShape(**wrong)
 
 
-def test_scale_must_be_positive():
-    with pytest.raises(ConfigError, match="scale must be above 0, got 0"):
-        WorkloadShape().scaled(0)
+@pytest.mark.parametrize("factor", [0, -1, math.nan, math.inf, 1e300])
+def test_scale_must_be_positive_and_not_absurd(factor):
+    with pytest.raises(
+        ConfigError, match=f"scale must be above 0 and at most 1000, got {re.escape(str(factor))}"
+    ):
+        WorkloadShape().scaled(factor)

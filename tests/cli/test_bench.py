@@ -49,3 +49,24 @@ def test_an_impossible_shape_is_named(octavo):
     status, _, err = octavo("bench", "throughput", "m", "--min-input", "9", "--max-input", "8")
     assert status == 1
     assert "min_input must not be above max_input" in err
+
+
+def test_a_result_file_that_cannot_be_written_is_refused_before_the_run(octavo, tmp_path, monkeypatch):
+    arguments = ("bench", "throughput", tmp_path / "no model", "--json")
+    path = tmp_path / "nowhere" / "result.json"
+    status, out, err = octavo(*arguments, path)
+    assert (status, out) == (1, "")
+    assert err == f"octavo: error: --json: there is no folder '{path.parent}'; make it first\n"
+    assert not path.parent.exists()
+    assert octavo(*arguments, tmp_path)[2] == (
+        f"octavo: error: --json: '{tmp_path}' cannot be written; name another file\n"
+    )
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "cannot be written" in octavo(*arguments, tmp_path / "result.json")[2]
+
+
+def test_a_result_that_turns_out_unwritable_is_one_line(octavo, wide):
+    status, out, err = octavo("bench", "throughput", *wide, *SMALL, "--json", "/dev/full")
+    assert status == 1
+    assert out.startswith("6 requests, ")
+    assert err == "octavo: error: /dev/full cannot be written: No space left on device\n"

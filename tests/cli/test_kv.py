@@ -209,6 +209,9 @@ def test_a_missing_matplotlib_says_what_to_install(octavo, monkeypatch, tmp_path
     [
         (["qwen3-0.6"], "nothing is known under the name 'qwen3-0.6' (did you mean 'qwen3-0.6b'?)"),
         (["./nowhere"], "no file or folder at './nowhere'"),
+        (["xyzzy"], "`octavo kv --list` shows the known shapes"),
+        (["~nosuchuser/x"], "begins with no known home directory"),
+        (["x" * 300], "`octavo kv --list` shows the known shapes"),
         (["gpt2", "--context", "0"], "--context must be between 1 and 1,099,511,627,776, got 0"),
         (["gpt2", "--context", "-3"], "--context must be between 1 and"),
         (["gpt2", "--context", str(10**30)], "--context must be between 1 and"),
@@ -219,6 +222,11 @@ def test_a_missing_matplotlib_says_what_to_install(octavo, monkeypatch, tmp_path
         (["gpt2", "--kv-scales", "row"], "unknown scales 'row'"),
         (["gpt2", "--kv-scales", "token_head"], "go with int8 and float8_e4m3, not with float16"),
         (["gpt2", "--block-size", "12"], "block_size must be a power of two"),
+        (
+            ["qwen3-0.6b", "--memory", "1B"],
+            "--memory is 1 bytes, too small for one KV cache block: 16 tokens take 1,835,008 bytes, "
+            "a request of 40,960 tokens 4,697,620,480 bytes",
+        ),
         (["gpt2", "--memory", "24G"], "memory must be a positive size such as '24GiB'"),
         (["gpt2", "--plot", "a.txt"], "--plot must name a .png or .svg file, got 'a.txt'"),
         (

@@ -34,7 +34,7 @@ FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf
 
 
 class ResultFileError(OctavoError, ValueError):
-    """A result file lacks a key, or holds a value of the wrong kind."""
+    """A result file lacks a key, holds a value of the wrong kind, or cannot be read or written."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def write_result(
 ) -> None:
     """Writes a result file with today's date, this commit, this machine and the versions in use.
 
-    `extra_versions` names peers that live in an environment of their own.
+    `extra_versions` names peers that live in an environment of their own. `ResultFileError` when the file
+    cannot be written.
     """
     result = {
         "command": command,
@@ -72,8 +73,11 @@ def write_result(
         "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
     }
     validate(result, str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ResultFileError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def read_result(path: Path) -> dict[str, Any]:

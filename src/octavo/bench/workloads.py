@@ -10,6 +10,9 @@ from octavo.errors import ConfigError
 #: Token ids are drawn from 0 to this, inclusive.
 MAX_TOKEN_ID = 10_000
 
+#: A thousand times the default workload is 256,000 requests of up to two million tokens.
+MAX_SCALE = 1_000
+
 
 @dataclass(frozen=True)
 class WorkloadShape:
@@ -34,8 +37,8 @@ class WorkloadShape:
 
     def scaled(self, factor: float) -> WorkloadShape:
         """Everything but the number of prefixes times `factor`, at least 1."""
-        if not factor > 0:
-            raise ConfigError(f"scale must be above 0, got {factor}")
+        if not 0 < factor <= MAX_SCALE:
+            raise ConfigError(f"scale must be above 0 and at most {MAX_SCALE}, got {factor}")
         return replace(
             self,
             **{

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from octavo.cli.options import EngineOptions, Model, expands
 from octavo.cli.session import open_llm
-from octavo.errors import nearest
+from octavo.errors import ConfigError, nearest
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -58,6 +59,8 @@ def throughput(
         raise typer.BadParameter(
             f"--workload must be one of {known}; got {workload!r}{nearest(workload, WORKLOADS)}"
         )
+    if json_file is not None:
+        _check_writable(json_file)
     shape = WorkloadShape(
         num_seqs=num_seqs,
         min_input=min_input,
@@ -85,3 +88,11 @@ def throughput(
 
         command = shlex.join(["octavo", *sys.argv[1:]])
         write_result(json_file, result.rows(f"{workload} workload"), command=command)
+
+
+def _check_writable(path: Path) -> None:
+    """ConfigError now rather than after the run when no file can be written there."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json: there is no folder {str(path.parent)!r}; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json: {str(path)!r} cannot be written; name another file")

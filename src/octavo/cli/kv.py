@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from octavo.cache.sizing import RequestSizing, format_bytes, num_blocks_for_bytes, parse_memory, size_requests
 from octavo.cache.spec import KVCacheSpec
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import CapacityError, ConfigError, ModelError
 from octavo.models.config import load_json
 from octavo.models.shapes import KNOWN_SHAPES, known_shape, max_positions, spec_from_config, suggest_shape
 from octavo.models.source import resolve_model
@@ -153,7 +154,9 @@ def estimate_model(
     block_size: int = 16,
     memory_bytes: int | None = None,
 ) -> Estimate:
-    """The figures for `model`; ModelError when it is unknown, ConfigError when a number makes no sense."""
+    """The figures for `model`; ModelError when it is unknown, ConfigError when a number makes no sense,
+    CapacityError when the memory does not hold one block.
+    """
     for name, value in (("--context", context), ("--max-len", max_len), ("--requests", num_requests)):
         if value is not None and not 1 <= value <= MAX_CONTEXT:
             raise ConfigError(f"{name} must be between 1 and {MAX_CONTEXT:,}, got {value:,}")
@@ -172,24 +175,32 @@ def estimate_model(
             "lower --context, or raise --max-len to size for it anyway"
         )
     sizing = size_requests(spec, context, max_len=longest, memory_bytes=memory_bytes)
+    if memory_bytes is not None and memory_bytes < spec.bytes_per_block:
+        raise CapacityError(
+            f"--memory is {memory_bytes:,} bytes, too small for one KV cache block: {block_size} tokens take "
+            f"{spec.bytes_per_block:,} bytes, a request of {context:,} tokens {sizing.request_bytes:,} bytes"
+        )
     return Estimate(model, source, spec, sizing, num_requests, memory_bytes, kv_dtype == "auto")
 
 
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
     """Where the config of `model` was found, and the config. What is on the disk wins over a known shape."""
-    path = Path(model).expanduser()
-    if path.is_file() and path.suffix == ".json":
+    # The functions of os.path take any name; those of Path raise for a home or a length that cannot be.
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path) and path.suffix == ".json":
         return str(path), load_json(path)
-    if not path.exists():
+    if not os.path.exists(path):
         shape = known_shape(model)
         if shape is not None:
             return "known shape", shape
     try:
         source = resolve_model(model, files="config")
     except ModelError as error:
-        hint = suggest_shape(model)
-        if path.exists() or not hint:
+        if os.path.exists(path):
             raise
+        hint = suggest_shape(model)
+        if not hint:
+            raise ModelError(f"{error}; `octavo kv --list` shows the known shapes") from error
         raise ModelError(
             f"nothing is known under the name {model!r}{hint}; `octavo kv --list` shows the known shapes; a "
             "folder, config.json, .gguf file or Hugging Face repository id does as well"
