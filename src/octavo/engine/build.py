@@ -23,6 +23,7 @@ from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import CapacityError
 from octavo.models.registry import LoadedModel
+from octavo.models.shapes import kv_cache_spec
 from octavo.sampling_params import eos_token_ids
 from octavo.text.tokenizer import Tokenizer
 
@@ -39,7 +40,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     """
     config = _resolve(config, loaded)
     assert config.max_model_len is not None
-    spec = kv_cache_spec(config, loaded)
+    spec = kv_cache_spec(loaded.config, dtype=config.kv_cache_dtype, block_size=config.block_size)
     num_blocks = resolve_num_blocks(
         spec,
         num_blocks=config.num_blocks,
@@ -79,18 +80,6 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
-    )
-
-
-def kv_cache_spec(config: EngineConfig, loaded: LoadedModel) -> KVCacheSpec:
-    """What a block of this model's cache looks like; `octavo kv` computes its figures from the same spec."""
-    shape = loaded.config
-    return KVCacheSpec(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=config.kv_cache_dtype,
-        block_size=config.block_size,
     )
 
 
