@@ -141,8 +141,9 @@ class Conversation:
                     if interrupted:
                         break
         except OctavoError as error:
-            hint = "; /reset forgets the conversation and makes room"
-            self._fail(f"{error}{hint if isinstance(error, RequestError) else ''}")
+            can_make_room = isinstance(error, RequestError) and self.messages != self.opening
+            hint = "; /reset forgets the conversation and makes room" if can_make_room else ""
+            self._fail(f"{error}{hint}")
             return
         self.console.print(" [dim](stopped)[/dim]" if interrupted else "")
         self.last = stream.output or self.last
