@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from octavo.errors import RequestError
@@ -85,6 +86,7 @@ REFUSED = [
     ({"n": 0}, "n must be at least 1, got 0"),
     ({"n": True}, "n must be an integer, got True (bool)"),
     ({"n": 1.5}, "n must be an integer, got 1.5 (float)"),
+    ({"n": 10**30}, "n must be between 1 and 9223372036854775807, got 1000000000"),
     ({"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
     ({"temperature": float("nan")}, "temperature must be finite, got nan"),
     ({"temperature": float("inf")}, "temperature must be finite, got inf"),
@@ -114,10 +116,20 @@ REFUSED = [
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens (9) is above max_tokens (8)"),
     ({"stop": ""}, "stop holds an empty string"),
     ({"stop": ["a", ""]}, "stop holds an empty string"),
+    ({"stop": "\ud800"}, r"stop holds '\ud800', which is not valid Unicode and can match nothing; remove it"),
+    ({"stop": ["a", "b\udfff"]}, r"stop holds 'b\udfff', which is not valid Unicode"),
+    ({"stop": 0}, "stop must be a string or a list of strings, got 0"),
     ({"stop": [1]}, "stop must be a string or a list of strings, got [1]"),
     ({"stop": b"x"}, "stop must be a string or a list of strings, got b'x'"),
     ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5 (int)"),
     ({"stop_token_ids": "12"}, "stop_token_ids must be a list of token ids, got '12' (str)"),
+    ({"stop_token_ids": 0}, "stop_token_ids must be a list of token ids, got 0 (int)"),
+    ({"stop_token_ids": False}, "stop_token_ids must be a list of token ids, got False (bool)"),
+    ({"stop_token_ids": ""}, "stop_token_ids must be a list of token ids, got '' (str)"),
+    (
+        {"stop_token_ids": np.array(1)},
+        "stop_token_ids must be a list of token ids, got array(1) (ndarray)",
+    ),
     ({"stop_token_ids": [1, -1]}, "each id in stop_token_ids must be at least 0, got -1"),
     ({"stop_token_ids": [True]}, "each id in stop_token_ids must be an integer, got True (bool)"),
     ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1 (int)"),
@@ -144,6 +156,37 @@ def test_refused(options, message):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**options)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10**6, "\ud800" * 10**6, 10**5000, -(10**5000), [10**5000]],
+    ids=["text", "surrogates", "int", "negative", "list"],
+)
+@pytest.mark.parametrize("name", [*SamplingParams.__dataclass_fields__, "unknown"])
+def test_a_refusal_is_short_whatever_the_value(name, value):
+    key = name + "x" * 10**5 if name == "unknown" else name
+    if name == "stop" and value == "x" * 10**6:
+        value = [value, 1]  # alone it is a stop string like any other
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{key: value})
+    assert len(str(caught.value)) < 400
+
+
+def test_keys_and_ids_are_shown_short():
+    with pytest.raises(RequestError, match="each key of logit_bias must be between 0 and 9223"):
+        SamplingParams(logit_bias={10**5000: 1})
+    with pytest.raises(RequestError, match="each id in stop_token_ids must be between 0 and 9223"):
+        SamplingParams(stop_token_ids=[10**5000])
+
+
+def test_ids_may_come_in_an_array():
+    assert SamplingParams(stop_token_ids=np.array([1, 2])).stop_token_ids == (1, 2)
+
+
+def test_options_go_by_name():
+    with pytest.raises(RequestError, match=r"by name, as in SamplingParams\(temperature=0.5\); got 1"):
+        SamplingParams(1)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +267,10 @@ def test_generation_config(config, expected):
 def test_generation_config_is_checked():
     with pytest.raises(RequestError, match="top_p must be above 0"):
         SamplingParams.from_generation_config({"top_p": 0.0})
+    with pytest.raises(RequestError, match="do_sample must be True or False, got 'no'"):
+        SamplingParams.from_generation_config({"do_sample": "no"})
+    with pytest.raises(RequestError, match=r"config must be a dict, as in .*, got None"):
+        SamplingParams.from_generation_config(None)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ Each message names the argument, what was expected, what came, and the way out.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -55,6 +56,27 @@ class UnsupportedKernelConfig(OctavoError, NotImplementedError):
 
 class EngineError(OctavoError, RuntimeError):
     """The engine is closed, or one of its steps failed."""
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python prints no int of more than 4300 digits
+            return f"an int of {x.bit_length()} bits"
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """`repr(value)` for a message: at most 303 characters, whatever the value is."""
+    text = _short.repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

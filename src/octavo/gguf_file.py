@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ModelError, WeightsError
+from octavo.errors import ModelError, WeightsError, shown
 
 _STRING, _ARRAY = 8, 9
 # GGUF value type -> struct of the fixed-width ones.
@@ -137,7 +137,7 @@ class _Header:
         rows = [self.tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise self.corrupt(f"general.alignment is {alignment!r}")
+            raise self.corrupt(f"general.alignment is {shown(alignment)}")
         start = -(-self.at // alignment) * alignment
         tensors = {name: GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in rows}
         if len(tensors) != num_tensors:
@@ -147,7 +147,7 @@ class _Header:
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self.string(), self.scalar("I")
         if num_dims > _MAX_DIMS:
-            raise self.corrupt(f"tensor {name!r} has {num_dims} dimensions")
+            raise self.corrupt(f"tensor {shown(name)} has {num_dims} dimensions")
         shape = tuple(self.scalar("Q") for _ in range(num_dims))[::-1]
         return name, shape, self.scalar("I"), self.scalar("Q")
 

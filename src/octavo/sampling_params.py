@@ -6,6 +6,7 @@ where it was written; what depends on the model (ids outside its vocabulary) is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Never, Self
 
-from octavo.errors import RequestError, nearest
+from octavo.errors import RequestError, nearest, shown
 
 MAX_LOGPROBS = 1024
 """Most alternatives per token that `logprobs` and `prompt_logprobs` may ask for; -1 asks for every token."""
@@ -81,7 +82,7 @@ class SamplingParams:
     # name gets the same kind of error as a bad value.
     def __init__(
         self,
-        *,
+        *positional: Never,
         n: int = 1,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -104,10 +105,15 @@ class SamplingParams:
         include_stop_str_in_output: bool = False,
         **unknown: Never,
     ) -> None:
+        if positional:
+            raise RequestError(
+                "SamplingParams takes its options by name, as in SamplingParams(temperature=0.5); "
+                f"got {shown(positional[0])} by position"
+            )
         if unknown:
             name = next(iter(unknown))
             hint = nearest(name, (f.name for f in fields(self)))
-            raise RequestError(f"SamplingParams has no option {name!r}{hint}")
+            raise RequestError(f"SamplingParams has no option {shown(name)}{hint}")
         top_k = _integer("top_k", top_k, -1)
         if seed is not None:
             seed = _integer("seed", seed, -(2**63), 2**63 - 1)
@@ -124,7 +130,9 @@ class SamplingParams:
             "max_tokens": None if max_tokens is None else _integer("max_tokens", max_tokens, 1),
             "min_tokens": _integer("min_tokens", min_tokens, 0),
             "stop": _strings("stop", stop),
-            "stop_token_ids": _token_ids("stop_token_ids", stop_token_ids or ()),
+            "stop_token_ids": (
+                () if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids)
+            ),
             "ignore_eos": _flag("ignore_eos", ignore_eos),
             "logit_bias": _bias(logit_bias),
             "allowed_token_ids": (
@@ -198,13 +206,16 @@ class SamplingParams:
         Raises:
             RequestError: a value in the file or an override is out of range.
         """
+        if not isinstance(config, Mapping):
+            raise RequestError(f"config must be a dict, as in generation_config.json, got {shown(config)}")
         options: dict[str, Any] = {
             name: config[key] for key, name in _GENERATION_CONFIG_NAMES.items() if config.get(key) is not None
         }
-        if config.get("do_sample") is False:
-            options["temperature"] = 0.0
-        elif config.get("do_sample") is True:
-            options.setdefault("temperature", 1.0)
+        if config.get("do_sample") is not None:
+            if _flag("do_sample", config["do_sample"]):
+                options.setdefault("temperature", 1.0)
+            else:
+                options["temperature"] = 0.0
         return cls(**(options | overrides))
 
     def __repr__(self) -> str:
@@ -240,11 +251,12 @@ def eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RequestError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+        raise RequestError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__})")
     number = operator.index(value)
-    if number < low or (high is not None and number > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} must be {bounds}, got {number}")
+    limit = 2**63 - 1 if high is None else high
+    if not low <= number <= limit:
+        bounds = f"at least {low}" if number < low and high is None else f"between {low} and {limit}"
+        raise RequestError(f"{name} must be {bounds}, got {shown(number)}")
     return number
 
 
@@ -257,7 +269,7 @@ def _number(
     high: float = math.inf,
 ) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise RequestError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+        raise RequestError(f"{name} must be a number, got {shown(value)} ({type(value).__name__})")
     try:
         number = float(value)
     except OverflowError:
@@ -273,7 +285,7 @@ def _number(
 
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+        raise RequestError(f"{name} must be True or False, got {shown(value)} ({type(value).__name__})")
     return value
 
 
@@ -283,26 +295,34 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise RequestError(f"{name} must be a string or a list of strings, got {value!r}")
+        raise RequestError(f"{name} must be a string or a list of strings, got {shown(value)}")
+    for item in value:
+        try:
+            item.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{name} holds {shown(item)}, which is not valid Unicode and can match nothing; remove it"
+            ) from error
     if "" in value:
         raise RequestError(f"{name} holds an empty string, which would end every output at once; remove it")
     return tuple(value)
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} must be a list of token ids, got {value!r} ({type(value).__name__})")
-    return tuple(_integer(f"each id in {name}", item, 0) for item in value)
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        with contextlib.suppress(TypeError):  # an array of no dimensions has __iter__ as well
+            return tuple(_integer(f"each id in {name}", item, 0) for item in value)
+    raise RequestError(f"{name} must be a list of token ids, got {shown(value)} ({type(value).__name__})")
 
 
 def _bias(value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias must be a dict of token id to number, got {value!r}")
+        raise RequestError(f"logit_bias must be a dict of token id to number, got {shown(value)}")
     return {
         _integer("each key of logit_bias", key, 0): _number(
-            f"logit_bias[{key!r}]", bias, low=-100.0, high=100.0
+            f"logit_bias[{shown(key)}]", bias, low=-100.0, high=100.0
         )
         for key, bias in value.items()
     }

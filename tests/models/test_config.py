@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
             r"unknown rope type 'lama3' \(did you mean 'llama3'\?\)",
         ),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: factor is missing"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor must be from 1 to .*, got 0.5"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": "2"}},
             "factor must be a finite number, got '2'",
@@ -180,7 +181,7 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "that differ by layer type are not supported",
         ),
-        ({"rope_scaling": [1]}, r"rope_parameters must be an object, got \[1\]"),
+        ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": float("inf")}},
             "factor must be a finite number",
@@ -217,6 +218,18 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
             {"num_key_value_heads": 6},
             r"num_attention_heads \(16\) must be a multiple of num_key_value_heads \(6\)",
         ),
+        ({"rope_parameters": []}, r"rope_parameters must be an object, got \[\]"),
+        ({"rope_scaling": 0}, "rope_scaling must be an object, got 0"),
+        ({"rope_parameters": {"rope_type": ""}}, "unknown rope type ''"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1e300}}, "factor must be from 1 to 134217728"),
+        ({"hidden_act": None}, "hidden_act None is not supported; known: silu"),
+        ({"hidden_act": ""}, "hidden_act '' is not supported"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be above 0, got -1"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0, got 0"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number, got 1000"),
+        ({"architectures": ""}, "architectures must be a list of names, got ''"),
+        ({"architectures": []}, r"architectures must be a list of names, got \[\]"),
+        ({"hidden_size": 2**63}, "hidden_size must be an integer of 64 bits, got 9223372036854775808"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers must be an integer, got '4'"),
         ({"vocab_size": None}, "vocab_size is missing"),
@@ -272,6 +285,7 @@ def test_original_length_of_yarn() -> None:
         (None, "config.json does not exist"),
         ("{", "config.json is not valid JSON"),
         ("[]", "config.json must hold a JSON object, got list"),
+        ("[" * 100_000, "config.json is nested too deeply to be a config"),
     ],
 )
 def test_a_broken_config_file(tmp_path: Path, content: str | None, message: str) -> None:
@@ -279,6 +293,25 @@ def test_a_broken_config_file(tmp_path: Path, content: str | None, message: str)
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=message):
         load_config(ModelSource("folder", tmp_path, "x"))
+
+
+def test_a_config_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: Permission denied; check"):
+        load_config(ModelSource("folder", tmp_path, "x"))
+
+
+@pytest.mark.parametrize(
+    "key", ["model_type", "hidden_act", "rope_parameters", "hidden_size", "architectures"]
+)
+def test_a_refusal_is_short_whatever_the_value(key: str) -> None:
+    for value in ("x" * 10**6, ["x" * 10**6] * 1000):
+        with pytest.raises(ModelError) as caught:
+            config_of(**{key: value})
+        assert len(str(caught.value)) < 400
 
 
 def test_a_config_file(tmp_path: Path) -> None:

@@ -150,6 +150,15 @@ def test_generation_config(tmp_path: Path) -> None:
     assert load_model(folder).generation_config == {"bos_token_id": 1, "eos_token_id": 2}
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("eos", ["x", [1, "x"], -1, True, {}])
+def test_end_of_sequence_ids_are_checked_with_their_file(bare: str, file: str, eos: Any) -> None:
+    values = CONFIG if file == "config.json" else {}
+    (Path(bare) / file).write_text(json.dumps({**values, "eos_token_id": eos}))
+    with pytest.raises(ModelError, match=rf"{Path(bare).name}/{file}: each id in eos_token_id must be"):
+        load_model(bare, load_format="dummy")
+
+
 def test_the_logits_of_some_rows_are_those_rows(tiny: str) -> None:
     model = load_model(tiny).model
     hidden = torch.randn(5, 48)

@@ -249,6 +249,7 @@ def test_an_index_that_points_to_the_wrong_shard(shards: Path) -> None:
     [
         ("{", "is no index of shards"),
         ("{}", "is no index of shards"),
+        ("[" * 100_000, "is no index of shards"),
         ('{"weight_map": {}}', "at least one tensor"),
         ('{"weight_map": {"a": "../secret.safetensors"}}', "is no file name of a shard"),
         ('{"weight_map": {"a": 3}}', "is no file name of a shard"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,12 +77,57 @@ def test_a_path_to_nothing(model: str) -> None:
         resolve_model(model)
 
 
+@pytest.mark.parametrize("model", [None, 5, b"x", ["x"]])
+def test_a_name_is_text(model: Any) -> None:
+    with pytest.raises(ModelError, match=r"model: expected a folder with .*, got "):
+        resolve_model(model)
+
+
+def test_a_path_object_is_a_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(tmp_path) == ModelSource("folder", tmp_path.resolve(), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("~nosuchuser/x", "model: '~nosuchuser/x' begins with no known home directory"),
+        ("x" * 5000, "model: 'xxx.*xxx' cannot be read: File name too long"),
+        ("/" + "x/" * 5000, "model: '/x/.*x/' cannot be read: File name too long"),
+        ("a\0b", "nothing is known under the name"),
+        ("a/\ud800", "no file or folder at"),
+    ],
+)
+def test_names_that_the_system_refuses(model: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        resolve_model(model)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("call", ["stat", "open", "iterdir"])
+def test_what_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    path = tmp_path if call == "iterdir" else tmp_path / "x.gguf"
+    (tmp_path / "x.txt").write_bytes(b"GGUF....")
+    if call == "open":
+        path.write_bytes(b"GGUF....")
+
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, call, refuse)
+    expected = re.escape(
+        f"model: '{path}' cannot be read: Permission denied; check the path and its permissions"
+    )
+    with pytest.raises(ModelError, match=expected):
+        resolve_model(str(path))
+
+
 def test_an_unknown_name_gets_the_nearest_built_in() -> None:
     with pytest.raises(
         ModelError, match=r"nothing is known under the name 'smollm2' \(did you mean 'smollm2-135m'\?\)"
     ):
         resolve_model("smollm2")
-    with pytest.raises(ModelError, match="got an empty string"):
+    with pytest.raises(ModelError, match="got ''"):
         resolve_model("")
 
 

@@ -11,13 +11,24 @@ from helpers.chat import CHATML, MISTRAL_STYLE, QWEN3_STYLE, SYSTEM, WEATHER, as
 from octavo.errors import RequestError
 from octavo.text.chat import render_chat
 
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
         ([], "messages: the list is empty"),  # vllm#7283
         ("Hi", "messages: expected a list of dicts, got str"),
-        ({"role": "user"}, "messages: expected a list of dicts, got dict"),
+        ({"role": "user"}, r"messages: expected a list of dicts, got dict; put the one message in a list"),
+        (5, "messages: expected a list of dicts, got int"),
         (None, "messages: expected a list of dicts, got NoneType"),
         ([user("a"), "b"], r"messages\[1\]: expected a dict with role and content, got str"),
         ([{"content": "a"}], r"messages\[0\].role: expected a string such as 'user', got None"),
@@ -35,6 +46,14 @@ from octavo.text.chat import render_chat
             [user("a") | {"when": datetime(2030, 1, 1)}],
             r"messages\[0\].when: expected JSON data .*, got datetime",
         ),
+        ([user("a") | {5: "b"}], r"messages\[0\]: expected keys that are strings, got 5"),
+        (
+            [user("a") | {"x": {(1, 2): "b"}}],
+            r"messages\[0\].x: expected keys that are strings, got \(1, 2\)",
+        ),
+        ([user("a") | {"x": nested(5000)}], r"messages\[0\]\.x\[0\].*: nested more than 100 levels deep"),
+        ([user("a") | {"x": LOOP}], r"messages\[0\]\.x\[0\].*: nested more than 100 levels deep"),
+        ([user("a") | {"role": 10**5000}], r"messages\[0\].role: expected a string such as 'user', got <?"),
     ],
 )
 def test_bad_messages_are_named(messages: Any, message: str) -> None:
@@ -57,6 +76,22 @@ def test_bad_messages_are_named(messages: Any, message: str) -> None:
             QWEN3_STYLE,
             {"tools": [len]},
             r"tools\[0\]: expected a dict \(a JSON schema\), got builtin_function",
+        ),
+        (CHATML, {"tokenizer": 5}, "tokenizer: this model's chat template does not read it"),
+        (CHATML, {"messages": []}, "messages: this model's chat template does not read it"),
+        (
+            CHATML,
+            {"chat_template": 5},
+            "chat_template: expected Jinja source or the name of a template, got 5",
+        ),
+        (CHATML, {"chat_template": []}, r"chat_template: expected Jinja source or .*, got \[\]"),
+        (CHATML, {"add_generation_prompt": "no"}, "add_generation_prompt: expected True or False, got 'no'"),
+        (CHATML, {"add_generation_prompt": None}, "add_generation_prompt: expected True or False, got None"),
+        (CHATML, {"continue_final_message": "x"}, "continue_final_message: expected True or False, got 'x'"),
+        (
+            QWEN3_STYLE,
+            {"enable_thinking": nested(102)},
+            "enable_thinking.*: nested more than 100 levels deep",
         ),
         (QWEN3_STYLE, {"continue_final_message": True}, "continue_final_message: cannot be combined with"),
         (
@@ -90,6 +125,28 @@ def test_bad_messages_are_named(messages: Any, message: str) -> None:
 def test_bad_options_and_templates_are_named(template: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         render_chat(tokenizer_with(default=template), [user("Hi")], **options)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        user("a") | {"role": ["x" * 10**6]},
+        user("a") | {"x" * 10**6: len},
+        user("a") | {("x" * 10**6,): 1},
+        user([{"type": "x" * 10**6}]),
+        user("a") | {"role": "x" * 10**6},
+    ],
+    ids=["role", "key", "tuple", "part", "template"],
+)
+def test_a_refusal_is_short_whatever_the_message(message: Any) -> None:
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('no ' + messages[0].role) }}{% endif %}"
+    with pytest.raises(RequestError) as caught:
+        render_chat(tokenizer_with(default=template), [message])
+    assert len(str(caught.value)) < 800
+
+
+def test_a_hundred_steps_down_are_fine() -> None:
+    assert render_chat(tokenizer_with(default="{{ a }}"), [user("Hi")], a=nested(101)) == str(nested(101))
 
 
 def test_an_empty_list_of_tools_is_no_tools() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ def folder(path: Path, files: dict[str, Any]) -> Source:
     backend.save(str(path / "tokenizer.json"))
     for name, content in files.items():
         (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_text(
-            content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
-        )
+        text = content if isinstance(content, str | bytes) else json.dumps(content)
+        (path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return Source("folder", path)
 
 
@@ -113,6 +113,8 @@ def test_where_chat_templates_come_from(
     [
         ({"tokenizer.json": "{"}, r"tokenizer\.json: cannot be read as a tokenizer"),
         ({"tokenizer_config.json": "{"}, r"tokenizer_config\.json: not valid JSON"),
+        ({"tokenizer_config.json": "[" * 100_000}, r"tokenizer_config\.json: not valid JSON \(.*recursion"),
+        ({"chat_template.jinja": b"\xff"}, r"chat_template\.jinja: not UTF-8"),
         ({"tokenizer_config.json": "[]"}, r"tokenizer_config\.json: expected a JSON object, got list"),
         (
             {"tokenizer_config.json": {"bos_token": 5}},
@@ -132,6 +134,21 @@ def test_where_chat_templates_come_from(
 def test_broken_folders_are_named(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load(tmp_path, files)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    source = folder(tmp_path, {"tokenizer_config.json": {}, "chat_template.jinja": ""})
+    whole = Path.open
+
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:
+        if self.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return whole(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ModelError, match=f"{name}: cannot be read: Permission denied; check its permissions"):
+        load_tokenizer(source)
 
 
 @pytest.mark.parametrize(

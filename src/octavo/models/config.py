@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ModelError, nearest
+from octavo.errors import ModelError, nearest, shown
 from octavo.gguf_file import GGUFFile
 from octavo.layers.rope_config import RopeConfig
 from octavo.models.source import ModelSource
@@ -67,6 +67,8 @@ class ModelConfig:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ModelError(f"config: {name} must be at least 1, got {getattr(self, name)}")
+        if not self.rms_norm_eps > 0:
+            raise ModelError(f"config: rms_norm_eps must be above 0, got {self.rms_norm_eps:g}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"config: num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
@@ -96,7 +98,7 @@ class ModelConfig:
             raise ModelError(f"config: model_type is missing; known architectures: {', '.join(MODEL_TYPES)}")
         if model_type not in MODEL_TYPES:
             raise ModelError(
-                f"config: unknown model_type {model_type!r}{nearest(model_type, MODEL_TYPES)}; "
+                f"config: unknown model_type {shown(model_type)}{nearest(model_type, MODEL_TYPES)}; "
                 f"known: {', '.join(MODEL_TYPES)}"
             )
         from octavo.models.hf_config import HFConfig
@@ -124,7 +126,9 @@ def load_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ModelError(f"model: {path} does not exist") from error
     except OSError as error:
-        raise ModelError(f"model: {path} cannot be read: {error}") from error
+        raise ModelError(f"model: {path} cannot be read: {error.strerror}; check its permissions") from error
+    except RecursionError as error:
+        raise ModelError(f"model: {path} is nested too deeply to be a config") from error
     except ValueError as error:
         raise ModelError(f"model: {path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):

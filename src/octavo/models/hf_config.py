@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
-from octavo.errors import ModelError, nearest
+from octavo.errors import ModelError, nearest, shown
 from octavo.layers.rope_config import RopeConfig, RopeType
 from octavo.models.config import ModelConfig
 
@@ -32,6 +32,7 @@ _ROPE_KEYS = frozenset(
     ]
 )
 _MAX_LAYERS = 10_000  # beyond any model; keeps a corrupt file from filling memory with layers
+_MAX_FACTOR = 2**27
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # a zero means the default, as in Transformers
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -60,13 +61,18 @@ class HFConfig:
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(key, "an integer", value)
+        if not -(2**63) <= value < 2**63:
+            raise self._wrong(key, "an integer of 64 bits", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._wrong(key, "a finite number", value)
-        return float(value)
+        try:
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                return float(value)
+        except OverflowError:  # an integer beyond the floats
+            pass
+        raise self._wrong(key, "a finite number", value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._required(key, default)
@@ -83,7 +89,7 @@ class HFConfig:
         return value
 
     def _wrong(self, key: str, expected: str, value: Any) -> ModelError:
-        return ModelError(f"{self._where}: {key} must be {expected}, got {value!r}")
+        return ModelError(f"{self._where}: {key} must be {expected}, got {shown(value)}")
 
 
 def dense_config(
@@ -154,28 +160,32 @@ def _checkpoint_dtype(hf: HFConfig) -> str:
 
 
 def _refuse_unsupported(hf: HFConfig) -> None:
-    act = hf.get("hidden_act") or "silu"
-    if act != "silu":
-        raise ModelError(f"config: hidden_act {act!r} is not supported; known: silu")
+    act = hf.get("hidden_act")
+    if hf.states("hidden_act") and act != "silu":
+        raise ModelError(f"config: hidden_act {shown(act)} is not supported; known: silu")
     if "quantization_config" in hf:
         quantization = hf.get("quantization_config")
         method = (
             quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
         )
         raise ModelError(
-            f"config: quantization_config (method {method!r}) is not supported: Octavo reads unquantised "
-            "safetensors and GGUF files; take the original checkpoint and Octavo's own quantization option"
+            f"config: quantization_config (method {shown(method)}) is not supported: Octavo reads "
+            "unquantised safetensors and GGUF files; take the original checkpoint and Octavo's own "
+            "quantization option"
         )
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if key in hf and hf.integer(key) > 1:
             raise ModelError(f"config: {key} = {hf.get(key)}: mixture-of-experts models are not supported")
-    architectures = hf.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise ModelError(f"config: architectures must be a list, got {architectures!r}")
+    if "architectures" not in hf:
+        return
+    architectures = hf.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ModelError(f"config: architectures must be a list of names, got {shown(architectures)}")
     for name in architectures:
         if not str(name).endswith("ForCausalLM"):
             raise ModelError(
-                f"config: architectures names {name!r}; only language models (...ForCausalLM) are supported"
+                f"config: architectures names {shown(name)}; only language models (...ForCausalLM) are "
+                "supported"
             )
 
 
@@ -189,10 +199,12 @@ def windows_by_layer_type(hf: HFConfig, *, max_window_layers: int) -> tuple[int 
     if "layer_types" in hf:
         layer_types = hf.get("layer_types")
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-            raise ModelError(f"config: layer_types must list {num_layers} layers, got {layer_types!r}")
+            raise ModelError(f"config: layer_types must list {num_layers} layers, got {shown(layer_types)}")
         for kind in layer_types:
             if kind not in _LAYER_TYPES:
-                raise ModelError(f"config: unknown layer type {kind!r}; known: {', '.join(_LAYER_TYPES)}")
+                raise ModelError(
+                    f"config: unknown layer type {shown(kind)}; known: {', '.join(_LAYER_TYPES)}"
+                )
         sliding = [kind == "sliding_attention" for kind in layer_types]
         if window is None and any(sliding):
             raise ModelError(
@@ -219,19 +231,22 @@ def read_window(hf: HFConfig) -> int | None:
 
 def read_rope(hf: HFConfig, head_dim: int, max_position_embeddings: int) -> RopeConfig:
     """From `rope_parameters` (Transformers 5) or `rope_scaling` and `rope_theta` (before; wins, as there)."""
-    values: Any = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(values, Mapping):
-        raise ModelError(f"config: rope_parameters must be an object, got {values!r}")
+    values: Mapping[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        stated = hf.get(key)
+        if not isinstance(stated, Mapping | None):
+            raise ModelError(f"config: {key} must be an object, got {shown(stated)}")
+        values = values or stated or {}
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ModelError(
             "config: rope_parameters that differ by layer type are not supported "
             f"(found {', '.join(sorted(values))})"
         )
     rope = HFConfig(values, "config: rope_parameters")
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    rope_type = next((rope.get(key) for key in ("rope_type", "type") if key in rope), "default")
     if rope_type not in ROPE_TYPES:
         raise ModelError(
-            f"config: unknown rope type {rope_type!r}{nearest(str(rope_type), ROPE_TYPES)}; "
+            f"config: unknown rope type {shown(rope_type)}{nearest(str(rope_type), ROPE_TYPES)}; "
             f"known: {', '.join(ROPE_TYPES)}"
         )
     unknown = rope.keys() - _ROPE_KEYS
@@ -251,8 +266,8 @@ def read_rope(hf: HFConfig, head_dim: int, max_position_embeddings: int) -> Rope
         # YaRN alone may leave its factor to the two lengths.
         implied = max_position_embeddings / original if rope_type == "yarn" else None
         factor = rope.number("factor", implied)
-        if factor < 1.0:
-            raise ModelError(f"config: rope_parameters: factor must be at least 1, got {factor}")
+        if not 1.0 <= factor <= _MAX_FACTOR:
+            raise ModelError(f"config: rope_parameters: factor must be from 1 to {_MAX_FACTOR}, got {factor}")
     theta = rope.number("rope_theta", hf.number("rope_theta", 10_000.0))
     if theta <= 1.0:
         raise ModelError(f"config: rope_theta must be above 1, got {theta}")

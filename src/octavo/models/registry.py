@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, check_choice
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, RequestError
 from octavo.gguf_file import GGUFFile
 from octavo.models.config import ModelConfig, load_config, load_json
 from octavo.models.source import ModelSource, resolve_model
 from octavo.models.weights.gguf_config import config_from_gguf
+from octavo.sampling_params import eos_token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +116,7 @@ def load_model(
                 f"max_model_len: expected 1 to {longest}, the positions of {source.name!r}, "
                 f"got {max_model_len}"
             )
+        generation_config = _generation_config(source, gguf)
         activations = _activation_dtype(dtype, target, config, quantization)
         expected = dict(dense.tensor_shapes(config))
         head: dict[str, Shape] = {dense.HEAD: (config.vocab_size, config.hidden_size)}
@@ -130,7 +132,6 @@ def load_model(
             progress=progress,
         )
         network = dense.DenseCausalLM(config, parameters, max_model_len)
-        generation_config = _generation_config(source, gguf)
     _give_back_freed_memory()
     return LoadedModel(
         model=network,
@@ -205,16 +206,24 @@ def _open_checkpoint(
 
 
 def _generation_config(source: ModelSource, gguf: GGUFFile | None) -> dict[str, Any]:
+    path = source.path / "generation_config.json"
     if gguf:
+        path = source.path
         names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
         ids = {key: gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
-        return {key: value for key, value in ids.items() if value is not None}
-    path = source.path / "generation_config.json"
-    if path.is_file():
-        return load_json(path)
-    config = load_json(source.path / "config.json")
-    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {key: config[key] for key in keys if config.get(key) is not None}
+        values = {key: value for key, value in ids.items() if value is not None}
+    elif path.is_file():
+        values = load_json(path)
+    else:
+        path = source.path / "config.json"
+        config = load_json(path)
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        values = {key: config[key] for key in keys if config.get(key) is not None}
+    try:
+        eos_token_ids(values)
+    except RequestError as error:
+        raise ModelError(f"{path}: {error}") from error
+    return values
 
 
 def _model_id(

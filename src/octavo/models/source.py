@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from octavo.errors import ModelError, nearest
+from octavo.errors import ModelError, nearest, shown
 
 # Everything a model folder can hold that Octavo reads; keeps .bin, .onnx and friends out of a download.
 _CONFIG_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
@@ -31,7 +31,7 @@ class ModelSource:
 
 
 def resolve_model(
-    model: str, revision: str | None = None, *, files: Literal["all", "config"] = "all"
+    model: str | Path, revision: str | None = None, *, files: Literal["all", "config"] = "all"
 ) -> ModelSource:
     """The source that `model` names: folder, .gguf file, built-in name, or Hugging Face repository id.
 
@@ -39,20 +39,19 @@ def resolve_model(
     the small files (enough for `load_config` and the tokenizer); `revision` is a branch, tag or commit and is
     refused for anything that is not a repository. Raises ModelError when nothing fits.
     """
-    if not model:
-        raise ModelError(f"model: expected {_EXPECTED}, got an empty string")
-    path = Path(model).expanduser()
-    if path.exists():
-        source = _local(path, model)
-    elif model in BUILT_IN_MODELS:
+    if not isinstance(model, str | Path) or not str(model):
+        raise ModelError(f"model: expected {_EXPECTED}, got {shown(model)}")
+    model = str(model)
+    source = _local(model)
+    if source is None and model in BUILT_IN_MODELS:
         source = BUILT_IN_MODELS[model](model)
-    elif _REPO_ID.fullmatch(model) and not model.endswith(".gguf"):
-        return _from_hub(model, revision, files)
-    elif _looks_like_path(model):
-        raise ModelError(f"model: no file or folder at {model!r}; expected {_EXPECTED}")
-    else:
+    if source is None:
+        if _REPO_ID.fullmatch(model) and not model.endswith(".gguf"):
+            return _from_hub(model, revision, files)
+        if _looks_like_path(model):
+            raise ModelError(f"model: no file or folder at {shown(model)}; expected {_EXPECTED}")
         hint = nearest(model, BUILT_IN_MODELS)
-        raise ModelError(f"model: nothing is known under the name {model!r}{hint}; expected {_EXPECTED}")
+        raise ModelError(f"model: nothing is known under the name {shown(model)}{hint}; expected {_EXPECTED}")
     if revision is not None:
         raise ModelError(
             f"revision: {revision!r} was given, but {model!r} is local; only a repository id has revisions"
@@ -64,7 +63,20 @@ def _looks_like_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or "/" in model or "\\" in model or model.endswith(".gguf")
 
 
-def _local(path: Path, name: str) -> ModelSource:
+def _local(model: str) -> ModelSource | None:
+    """The folder or file at that path; None when nothing is there."""
+    try:
+        path = Path(model).expanduser()
+        return _at(path, model) if path.exists() else None
+    except RuntimeError as error:  # from expanduser
+        raise ModelError(f"model: {shown(model)} begins with no known home directory") from error
+    except OSError as error:
+        raise ModelError(
+            f"model: {shown(model)} cannot be read: {error.strerror}; check the path and its permissions"
+        ) from error
+
+
+def _at(path: Path, name: str) -> ModelSource:
     if path.is_dir():
         if (path / "config.json").is_file():
             return ModelSource("folder", path.resolve(), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import RequestError, nearest
+from octavo.errors import RequestError, nearest, shown
 
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 # Reasoning travels under several names; templates read the first.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_MAX_DEPTH = 100  # far beyond any JSON schema; a structure that holds itself ends here
 
 
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
+    /,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
@@ -45,6 +47,16 @@ def render_chat(
     """
     from octavo.text.template import compile_template
 
+    for name, flag in (
+        ("add_generation_prompt", add_generation_prompt),
+        ("continue_final_message", continue_final_message),
+    ):
+        if not isinstance(flag, bool):
+            raise RequestError(f"{name}: expected True or False, got {shown(flag)}")
+    if not isinstance(chat_template, str | None):
+        raise RequestError(
+            f"chat_template: expected Jinja source or the name of a template, got {shown(chat_template)}"
+        )
     template = compile_template(_choose_template(tokenizer, chat_template, tools is not None))
     if add_generation_prompt and continue_final_message:
         raise RequestError(
@@ -59,9 +71,10 @@ def render_chat(
         **{name: value for name, value in (("tools", tools), ("documents", documents)) if value is not None},
     }
     given = {name: _plain(name, value) for name, value in given.items()}
+    readable = sorted(template.variables - {"messages", "add_generation_prompt"})
     for name, value in given.items():
-        if name not in template.variables and value != []:  # no tools at all are no loss
-            readable = sorted(template.variables - {"messages", "add_generation_prompt"})
+        no_loss = value == [] and name in ("tools", "documents")
+        if name not in readable and not no_loss:
             raise RequestError(
                 f"{name}: this model's chat template does not read it{nearest(name, readable)}; "
                 f"it reads {', '.join(readable) or 'none'}. Leave it out or pass another chat_template"
@@ -93,7 +106,8 @@ def _choose_template(tokenizer: Tokenizer, asked: str | None, has_tools: bool) -
 
 def _checked_messages(messages: Sequence[Mapping[str, Any]], *, join_parts: bool) -> list[dict[str, Any]]:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages: expected a list of dicts, got {type(messages).__name__}")
+        way_out = "; put the one message in a list" if isinstance(messages, Mapping) else ""
+        raise RequestError(f"messages: expected a list of dicts, got {type(messages).__name__}{way_out}")
     if not messages:
         raise RequestError("messages: the list is empty; expected at least one message with role and content")
     return [_checked_message(index, message, join_parts) for index, message in enumerate(messages)]
@@ -105,9 +119,9 @@ def _checked_message(index: int, message: Mapping[str, Any], join_parts: bool) -
         raise RequestError(f"{where}: expected a dict with role and content, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where}.role: expected a string such as 'user', got {role!r}")
+        raise RequestError(f"{where}.role: expected a string such as 'user', got {shown(role)}")
     # Templates tell an absent key well and None badly (some print it).
-    plain = {key: _plain(f"{where}.{key}", value) for key, value in message.items() if value is not None}
+    plain: dict[str, Any] = _plain(where, {key: value for key, value in message.items() if value is not None})
     content = plain.get("content")
     if content is None:
         if role != "assistant" or not plain.get("tool_calls"):
@@ -133,14 +147,16 @@ def _checked_part(where: str, part: Any) -> dict[str, Any]:
         raise RequestError(f"{where}: expected {{'type': 'text', 'text': ...}}, got {type(part).__name__}")
     kind = part.get("type", "text")
     if kind != "text":
-        raise RequestError(f"{where}.type: only 'text' parts are supported, got {kind!r}")
+        raise RequestError(f"{where}.type: only 'text' parts are supported, got {shown(kind)}")
     if not isinstance(part.get("text"), str):
         raise RequestError(f"{where}.text: expected a string, got {type(part.get('text')).__name__}")
     return {"type": "text", **part}
 
 
-def _plain(where: str, value: Any) -> Any:
+def _plain(where: str, value: Any, depth: int = 0) -> Any:
     """A copy made of JSON types only: a template is code from outside and gets no object with methods."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"{where:.200}: nested more than {_MAX_DEPTH} levels deep, or holds itself")
     match value:
         case None | bool():
             return value
@@ -151,13 +167,16 @@ def _plain(where: str, value: Any) -> Any:
         case float():
             return float.__float__(value)
         case Mapping():
+            for key in value:
+                if not isinstance(key, str):
+                    raise RequestError(f"{where:.200}: expected keys that are strings, got {shown(key)}")
             return {
-                _plain(f"{where} key", key): _plain(f"{where}.{key}", item) for key, item in value.items()
+                str.__str__(key): _plain(f"{where}.{key}", item, depth + 1) for key, item in value.items()
             }
         case list() | tuple():
-            return [_plain(f"{where}[{i}]", item) for i, item in enumerate(value)]
+            return [_plain(f"{where}[{i}]", item, depth + 1) for i, item in enumerate(value)]
     raise RequestError(
-        f"{where}: expected JSON data (dict, list, str, number, bool, None), got {type(value).__name__}"
+        f"{where:.200}: expected JSON data (dict, list, str, number, bool, None), got {type(value).__name__}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, shown
 from octavo.text.recipe import TokenizerRecipe
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -30,8 +30,9 @@ def recipe_from_folder(folder: Path) -> TokenizerRecipe:
             "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder), "
             "or pass token ids as prompts"
         )
+    text = _read(path)
     try:
-        backend = Tokenizer.from_file(str(path))
+        backend = Tokenizer.from_str(text)
     except Exception as error:  # the Rust side raises bare Exception
         raise ModelError(
             f"{path}: cannot be read as a tokenizer ({error}); download the file again"
@@ -54,12 +55,22 @@ def recipe_from_folder(folder: Path) -> TokenizerRecipe:
     )
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: not UTF-8 ({error.reason}); download the file again") from error
+
+
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
+    text = _read(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({error}); download the file again") from error
     if not isinstance(value, dict):
         raise ModelError(
@@ -83,7 +94,7 @@ def _special_tokens(values: dict[str, Any], path: Path) -> dict[str, str]:
             isinstance(token, dict) and isinstance(token.get("content"), str)
         ):
             raise ModelError(
-                f"{path.parent}: {name} should be a string or an object with 'content', got {token!r}"
+                f"{path.parent}: {name} should be a string or an object with 'content', got {shown(token)}"
             )
         specials[name] = _text(token)
     return specials
@@ -126,7 +137,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return {name: _read(path) for name, path in files.items()}
     stated = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
     match stated:
         case None:
@@ -139,5 +150,5 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
             return {entry["name"]: entry["template"] for entry in stated}
     raise ModelError(
         f"{folder}: chat_template should be a string or a list of objects with 'name' and 'template', "
-        f"got {stated!r:.80}"
+        f"got {shown(stated)}"
     )

@@ -100,7 +100,7 @@ class ChatTemplate:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise RequestError(f"chat_template: not a valid Jinja template ({error})") from error
+            raise RequestError(f"chat_template: not a valid Jinja template ({error!s:.500})") from error
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.reads_parts = _loops_over_content(tree)
 
@@ -109,10 +109,10 @@ class ChatTemplate:
         try:
             return self._template.render(**variables)
         except jinja2.TemplateError as error:
-            raise RequestError(f"messages: the chat template refused them: {error}") from error
+            raise RequestError(f"messages: the chat template refused them: {error!s:.500}") from error
         except Exception as error:  # a template is a program from outside: any fault is this request's alone
             raise RequestError(
-                f"messages: the chat template failed on them ({type(error).__name__}: {error})"
+                f"messages: the chat template failed on them ({type(error).__name__}: {error!s:.500})"
             ) from error
 
 

@@ -7,7 +7,7 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from octavo.errors import ModelError, WeightsError, nearest
+from octavo.errors import ModelError, WeightsError, nearest, shown
 from octavo.gguf_file import GGUFArray, GGUFFile
 from octavo.models.config import ModelConfig
 
@@ -23,7 +23,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise ModelError(
-            f"{file.path}: unknown GGUF architecture {arch!r}{nearest(str(arch), ARCHITECTURES)}; "
+            f"{file.path}: unknown GGUF architecture {shown(arch)}{nearest(str(arch), ARCHITECTURES)}; "
             f"known: {', '.join(ARCHITECTURES)}"
         )
     if metadata.get("split.count", 1) > 1:
@@ -93,7 +93,7 @@ def _rope_parameters(file: GGUFFile, get: Any, head_dim: int | None) -> dict[str
         kind = "linear"
     known = ("none", "linear", "yarn")
     if kind not in known:
-        raise ModelError(f"{file.path}: unknown rope scaling type {kind!r}; known: {', '.join(known)}")
+        raise ModelError(f"{file.path}: unknown rope scaling type {shown(kind)}; known: {', '.join(known)}")
     for key in ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor", "rope.scaling.alpha"):
         if get(key):
             raise ModelError(f"{file.path}: {key} = {get(key)} is not supported")

@@ -127,7 +127,9 @@ def _nothing_here(folder: Path) -> str:
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(f"{path}: is no index of shards (a JSON object with weight_map)") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{path}: weight_map must be an object with at least one tensor")
