@@ -1,0 +1,96 @@
+"""An engine over a scripted model, and what it must answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from helpers.engine import VOCAB_SIZE, ScriptedRunner, next_token
+from helpers.text import letters_tokenizer
+
+from octavo.cache.manager import KVCacheManager
+from octavo.config import EngineConfig
+from octavo.engine.core import Engine
+from octavo.engine.request import Request
+from octavo.engine.sampler import NO_TOKEN, SamplerOutput
+from octavo.engine.schedule import Schedule
+from octavo.engine.scheduler import Scheduler
+from octavo.outputs import Logprob
+from octavo.sampling_params import SamplingParams
+
+
+class FakeRunner:
+    """The scripted model behind the runner's interface. `poison` maps a prompt's first token to a trouble."""
+
+    def __init__(self, cache: KVCacheManager, poison: dict[int, str]) -> None:
+        self.scripted = ScriptedRunner(cache)
+        self.poison = poison
+        self.during_step: Callable[[], object] = lambda: None
+
+    def execute(self, plan: Schedule) -> SamplerOutput:
+        troubles = [self.poison.get(seq.token_ids[0]) for seq in plan.sequences]
+        self.during_step()
+        if "raise" in troubles:
+            raise ZeroDivisionError("boom")
+        if "interrupt" in troubles:
+            raise KeyboardInterrupt
+        token_ids = self.scripted.run(plan)
+        errors = {j: "logits are NaN" for j, row in enumerate(plan.sampled_rows) if troubles[row] == "nan"}
+        logprobs = [
+            {token: Logprob(-1.0, 2), (token + 1) % VOCAB_SIZE: Logprob(-0.5, 1)}
+            if seq.params.logprobs
+            else None
+            for seq, token in zip(plan.sampled, token_ids, strict=True)
+        ]
+        for j in errors:
+            token_ids[j] = NO_TOKEN
+        return SamplerOutput(token_ids, logprobs, errors)
+
+
+def make_engine(*, trace: str | None = None, poison: dict[int, str] | None = None, **limits: int) -> Engine:
+    limits = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "budget": 32,
+        "max_model_len": 200,
+    } | limits
+    cache = KVCacheManager(limits["num_blocks"], limits["block_size"])
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=limits["max_num_seqs"],
+        max_num_batched_tokens=limits["budget"],
+        max_model_len=limits["max_model_len"],
+    )
+    ticks = iter(range(10**6))
+    return Engine(
+        EngineConfig(model="scripted", trace=trace),
+        scheduler,
+        FakeRunner(cache, poison or {}),  # type: ignore[arg-type]  # the runner's interface without a model
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=[VOCAB_SIZE - 1],
+        tokenizer=letters_tokenizer(VOCAB_SIZE),
+        clock=lambda: float(next(ticks)),
+    )
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check()
+
+
+def answer(prompt: list[int], num_tokens: int, seed: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+def letters(token_ids: list[int]) -> str:
+    return letters_tokenizer(VOCAB_SIZE).decode(token_ids)
+
+
+def run(engine: Engine, prompt: list[int], params: SamplingParams, **kwargs: object) -> Request:
+    request = engine.add_request(prompt, params, **kwargs)  # type: ignore[arg-type]  # passed through
+    drain(engine)
+    return request
