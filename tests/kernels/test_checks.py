@@ -4,71 +4,17 @@ import re
 
 import pytest
 import torch
+from helpers.kernel_calls import CALLS, EMPTY, int32, paged_arguments, write_arguments
 from torch import Tensor
 
 from octavo.errors import KernelArgumentError, UnsupportedKernelConfig
 from octavo.kernels import (
     apply_rotary,
     flash_attn_varlen_func,
-    flash_attn_with_kvcache,
     rms_norm,
     silu_and_mul,
     write_kv_cache,
 )
-
-EMPTY = -7.0
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def write_arguments() -> dict:
-    return {
-        "k": torch.ones(3, 2, 8),
-        "v": torch.ones(3, 2, 8),
-        "k_cache": torch.full((4, 4, 2, 8), EMPTY),
-        "v_cache": torch.full((4, 4, 2, 8), EMPTY),
-        "slot_mapping": torch.tensor([0, 5, 15]),
-    }
-
-
-def packed_arguments() -> dict:
-    return {
-        "q": torch.ones(3, 4, 8),
-        "k": torch.ones(7, 2, 8),
-        "v": torch.ones(7, 2, 8),
-        "cu_seqlens_q": int32(0, 2, 3),
-        "cu_seqlens_k": int32(0, 2, 7),
-        "max_seqlen_q": 2,
-        "max_seqlen_k": 5,
-        "out": torch.full((3, 4, 8), EMPTY),
-    }
-
-
-def paged_arguments() -> dict:
-    caches = {"k": torch.ones(4, 4, 2, 8), "v": torch.ones(4, 4, 2, 8)}
-    return packed_arguments() | caches | {"block_table": int32(2, -1, 1, 3).view(2, 2)}
-
-
-def append_arguments() -> dict:
-    return {
-        "q": torch.ones(2, 1, 4, 8),
-        "k_cache": torch.full((4, 4, 2, 8), EMPTY),
-        "v_cache": torch.full((4, 4, 2, 8), EMPTY),
-        "k": torch.ones(2, 1, 2, 8),
-        "v": torch.ones(2, 1, 2, 8),
-        "cache_seqlens": int32(2, 5),
-        "block_table": int32(2, -1, 1, 3).view(2, 2),
-    }
-
-
-CALLS = {
-    "write": (write_kv_cache, write_arguments),
-    "packed": (flash_attn_varlen_func, packed_arguments),
-    "paged": (flash_attn_varlen_func, paged_arguments),
-    "append": (flash_attn_with_kvcache, append_arguments),
-}
 
 # (call, changed arguments, what the message says)
 WRONG: list[tuple[str, dict, str]] = [
@@ -218,6 +164,31 @@ WRONG: list[tuple[str, dict, str]] = [
         {"k": None, "v": None} | dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(9, 4)),
         "None without k",
     ),
+    (
+        "write",
+        dict.fromkeys(("k_cache", "v_cache"), torch.ones(4, 4, 2, 8)),
+        "v_cache must be another tensor",
+    ),
+    (
+        "append",
+        dict.fromkeys(("k_cache", "v_cache"), torch.ones(4, 4, 2, 8)),
+        "v_cache must be another tensor",
+    ),
+    ("append", {"cache_seqlens": 2.5}, "cache_seqlens must be from 0 to the capacity 8 as an int, got 2.5"),
+    *(
+        (name, {"causal": value}, f"causal must be True or False, got {value!r}")
+        for name in ("packed", "append")
+        for value in ("no", None, 1)
+    ),
+    ("packed", {"return_softmax_lse": "no"}, "return_softmax_lse must be True or False, got 'no'"),
+    ("append", {"return_softmax_lse": None}, "return_softmax_lse must be True or False, got None"),
+    ("append", {"rotary_interleaved": 0}, "rotary_interleaved must be True or False, got 0"),
+    *(
+        (name, {"softmax_scale": value}, f"softmax_scale must be None or finite, got {value!r}")
+        for name in ("packed", "append")
+        for value in (float("nan"), float("inf"))
+    ),
+    ("packed", {"softcap": float("inf")}, "softcap must be 0 (off) or positive, got inf"),
 ]
 
 UNSUPPORTED: list[tuple[str, dict, str]] = [
@@ -289,6 +260,7 @@ def test_a_wrong_call_says_so_and_writes_nothing(name: str, changes: dict, messa
             "the last dimension of x must be contiguous",
         ),
         (lambda: silu_and_mul(torch.ones(2, 3)), "the last dimension of x must be even: [gate | up], got 3"),
+        (lambda: rms_norm(torch.ones(2, 8), torch.ones(8), -1.0), "eps must be 0 or positive, got -1.0"),
         (lambda: silu_and_mul(torch.ones(3)), "x must be of shape (T, 2 * I), got shape (3,)"),
     ],
 )
@@ -314,6 +286,7 @@ def test_norm_and_activation_name_what_is_wrong(call, message: str) -> None:
         ),
         ({"k": torch.ones(3, 1, 8)}, "k must be of shape (2, num_kv_heads, 8) like q"),
         ({"k": torch.ones(2, 1, 8).half()}, "k.dtype must be torch.float32 like q"),
+        ({"interleaved": "no"}, "interleaved must be True or False, got 'no'"),
     ],
 )
 def test_rotary_names_what_is_wrong_and_turns_nothing(changes: dict, message: str) -> None:
@@ -343,7 +316,7 @@ def test_what_was_right_once_is_checked_again_after_it_changed() -> None:
         writes["slot_mapping"][1] = 99
         with pytest.raises(KernelArgumentError, match="slot_mapping"):
             write_kv_cache(**writes)
-    smaller = write_arguments() | dict.fromkeys(("k_cache", "v_cache"), torch.zeros(3, 4, 2, 8))
+    smaller = write_arguments() | {name: torch.zeros(3, 4, 2, 8) for name in ("k_cache", "v_cache")}
     with pytest.raises(KernelArgumentError, match="= 12, or negative"):
         write_kv_cache(**smaller)
 

@@ -193,7 +193,7 @@ def test_addresses_are_64_bit(implementation: str) -> None:
     last = num_blocks - 1
     assert last * cache.stride(0) >= 2**31
     batch = Batch.random([1], [16], heads=(4, 4), head_dim=32, dtype=torch.float16)
-    write_kv_cache(batch.v, batch.v, cache, cache, torch.arange(16) + last * 16)
+    write_kv_cache(batch.v, batch.v, cache, cache[:], torch.arange(16) + last * 16)  # K and V share it
     assert torch.equal(cache[last], batch.v)
     assert (cache[last * 16 * 4 * 32 % 2**31 // elements_per_block] == 0).all()  # where a wrapped write lands
     out = flash_attn_varlen_func(batch.q, cache, cache, *batch.lengths, block_table=int32(last).view(1, 1))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.kernels import backend, checks
+from octavo.kernels.argument_types import names_wrong_types
 
 
+@names_wrong_types
 def silu_and_mul(x: Tensor) -> Tensor:
     """``silu(gate) * up`` where ``x = [gate | up]``, computed in float32.
 

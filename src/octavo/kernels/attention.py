@@ -54,6 +54,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import backend, checks
+from octavo.kernels.argument_types import names_wrong_types
 
 
 @overload
@@ -96,6 +97,7 @@ def flash_attn_varlen_func(
     return_softmax_lse: Literal[True],
     out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@names_wrong_types
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -138,8 +140,8 @@ def flash_attn_varlen_func(
         out (Tq, H, D), or (out, lse).
 
     Raises:
-        KernelArgumentError: a shape, dtype, device or stride is wrong; on the CPU also wrong prefix sums,
-            bounds that do not hold, and table entries that name no block. `out` is untouched.
+        KernelArgumentError: a type, shape, dtype, device or stride is wrong; on the CPU also wrong prefix
+            sums, bounds that do not hold, and table entries that name no block. `out` is untouched.
         UnsupportedKernelConfig: head_dim over 256, a quantised cache, an input that requires gradients.
     """
     name = "flash_attn_varlen_func"
@@ -163,7 +165,8 @@ def flash_attn_varlen_func(
         num_keys = None
         checks.table(name, block_table, batch, device)
     checks.heads(name, num_heads, num_kv_heads, head_dim, kv_head_dim)
-    checks.attention_options(name, num_heads, batch, device, window_size, softcap, alibi_slopes, sinks)
+    options = ScoreOptions(softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    checks.attention_options(name, num_heads, batch, device, *options, return_softmax_lse)
     if out is not None:
         checks.output(name, out, q)
     if q.is_cpu:
@@ -180,7 +183,6 @@ def flash_attn_varlen_func(
             num_blocks,
             block_size,
         )
-    options = ScoreOptions(softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
     lens = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = attend(q, k, v, *lens, options, block_table, out, return_softmax_lse)
     return out if lse is None else (out, lse)

@@ -9,6 +9,8 @@ one after another.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.errors import KernelArgumentError, UnsupportedKernelConfig
+from octavo.errors import KernelArgumentError, UnsupportedKernelConfig, shown
 
 MAX_HEAD_DIM = 256
 INT32 = (torch.int32,)
@@ -145,15 +147,23 @@ def attention_options(
     num_heads: int,
     batch: int,
     device: torch.device,
+    softmax_scale: float | None,
+    causal: bool,
     window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    return_softmax_lse: bool,
 ) -> None:
     """The options that every attention function shares."""
+    flag(function, "causal", causal)
+    flag(function, "return_softmax_lse", return_softmax_lse)
+    if softmax_scale is not None and not -math.inf < softmax_scale < math.inf:
+        raise wrong(function, "softmax_scale", "None or finite", softmax_scale)
     if len(window_size) != 2:
         raise wrong(function, "window_size", "a pair (left, right), -1 for no bound", window_size)
-    if not softcap >= 0.0:
+    operator.index(window_size[0]), operator.index(window_size[1])  # its TypeError is explained at the door
+    if not 0.0 <= softcap < math.inf:
         raise wrong(function, "softcap", "0 (off) or positive", softcap)
     if alibi_slopes is not None:
         shape = (batch, num_heads) if alibi_slopes.dim() == 2 else (num_heads,)
@@ -161,6 +171,18 @@ def attention_options(
     if sinks is not None:
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
         exactly(function, "sinks", sinks, (num_heads,), device, dtypes)
+
+
+def flag(function: str, name: str, value: object) -> None:
+    """True or False and nothing that merely counts as one of them."""
+    if value is not True and value is not False:
+        raise wrong(function, name, "True or False", shown(value))
+
+
+def two_caches(function: str, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Caches that are to be written are not one and the same tensor."""
+    if k_cache is v_cache:
+        raise wrong(function, "v_cache", "another tensor than k_cache", "the same one")
 
 
 def output(function: str, out: Tensor, q: Tensor) -> None:

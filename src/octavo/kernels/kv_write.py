@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import backend, checks
+from octavo.kernels.argument_types import names_wrong_types
 
 _SLOT_DTYPES = (torch.int64, torch.int32)
 
 
+@names_wrong_types
 def write_kv_cache(
     k: Tensor,
     v: Tensor,
@@ -42,8 +44,8 @@ def write_kv_cache(
             refused.
 
     Raises:
-        KernelArgumentError: a shape, dtype, device or stride is wrong, or (on the CPU) a slot lies past the
-            cache.
+        KernelArgumentError: a type, shape, dtype, device or stride is wrong, or (on the CPU) a slot lies past
+            the cache.
         UnsupportedKernelConfig: a quantised cache or a scale.
         In both cases the caches are untouched.
     """
@@ -56,6 +58,7 @@ def write_kv_cache(
     checks.tensor(name, "k", k, "T, num_kv_heads, head_dim")
     checks.tensor(name, "v", v, "T, num_kv_heads, head_dim", device)
     checks.caches(name, "k_cache", k_cache, "v_cache", v_cache, device)
+    checks.two_caches(name, k_cache, v_cache)
     checks.same(name, "v", v, "k", k)
     shape = k.shape
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape

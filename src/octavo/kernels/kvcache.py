@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import backend, checks
+from octavo.kernels.argument_types import names_wrong_types
 from octavo.kernels.attention import ScoreOptions, attend
 from octavo.kernels.rotary import apply_rotary
 
@@ -61,6 +62,7 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = ...,
     return_softmax_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@names_wrong_types
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -110,9 +112,9 @@ def flash_attn_with_kvcache(
         out (B, Sq, H, D), or (out, lse).
 
     Raises:
-        KernelArgumentError: a shape, dtype, device or stride is wrong, or arguments contradict each other; on
-            the CPU also lengths past the capacity and table entries that name no block. The caches are
-            untouched.
+        KernelArgumentError: a type, shape, dtype, device or stride is wrong, or arguments contradict each
+            other; on the CPU also lengths past the capacity and table entries that name no block. The caches
+            are untouched.
         UnsupportedKernelConfig: head_dim over 256, a quantised cache, an input that requires gradients.
     """
     name = "flash_attn_with_kvcache"
@@ -123,8 +125,12 @@ def flash_attn_with_kvcache(
     checks.caches(name, "k_cache", k_cache, "v_cache", v_cache, device, paged=paged)
     num_blocks, block_size, num_kv_heads, kv_head_dim = k_cache.shape
     checks.heads(name, num_heads, num_kv_heads, head_dim, kv_head_dim)
-    checks.attention_options(name, num_heads, batch, device, window_size, softcap, alibi_slopes, sinks)
+    options = ScoreOptions(softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    checks.attention_options(name, num_heads, batch, device, *options, return_softmax_lse)
+    checks.flag(name, "rotary_interleaved", rotary_interleaved)
     num_new = checks.appended(name, k, v, k_cache, batch, cache_seqlens, rotary_cos, rotary_sin)
+    if k is not None:
+        checks.two_caches(name, k_cache, v_cache)
     table = _table(name, block_table, cache_batch_idx, num_blocks, batch, device)
     capacity = table.shape[1] * block_size
     if cache_leftpad is not None:
@@ -134,8 +140,8 @@ def flash_attn_with_kvcache(
         lens = cache_seqlens
     else:
         known = capacity if cache_seqlens is None else cache_seqlens
-        if not 0 <= known <= capacity:
-            raise checks.wrong(name, "cache_seqlens", f"from 0 to the capacity {capacity}", known)
+        if not 0 <= known <= capacity or not isinstance(known, int):
+            raise checks.wrong(name, "cache_seqlens", f"from 0 to the capacity {capacity} as an int", known)
         lens = torch.full((batch,), known, dtype=torch.int32, device=device)
     if q.is_cpu:
         first = cache_leftpad
@@ -170,7 +176,6 @@ def flash_attn_with_kvcache(
     cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen_q
     # On a device, reading the longest length back would make the host wait; the capacity bounds it as well.
     longest = int(lens.max()) if q.is_cpu and batch else capacity
-    options = ScoreOptions(softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
     seqlens = (cu_seqlens_q, cu_seqlens_k, seqlen_q, longest)
     packed, lse = attend(rows, keys, values, *seqlens, options, keys_table, None, return_softmax_lse)
     out = packed.view(batch, seqlen_q, num_heads, head_dim)

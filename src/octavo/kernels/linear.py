@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from octavo.errors import UnsupportedKernelConfig, nearest
 from octavo.kernels import checks
+from octavo.kernels.argument_types import names_wrong_types
 from octavo.kernels.cpu import host
 
 Form = Literal["dense", "float32", "float16", "int8"]
@@ -122,6 +123,7 @@ def pack_weight(weight: Tensor, form: Form) -> PackedWeight:
     return PackedWeight(shape, form, _panels(weight, _ITEMS[form]))
 
 
+@names_wrong_types
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias``.
 
@@ -158,6 +160,7 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return _linear_packed(x, w, bias)
 
 
+@names_wrong_types
 def embedding(ids: Tensor, w: PackedWeight) -> Tensor:
     """Rows `ids` of a packed weight: a tied embedding shares its storage with the LM head.
 

@@ -7,12 +7,14 @@ from typing import overload
 from torch import Tensor
 
 from octavo.kernels import backend, checks
+from octavo.kernels.argument_types import names_wrong_types
 
 
 @overload
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: None = None) -> Tensor: ...
 @overload
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+@names_wrong_types
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -37,6 +39,8 @@ def rms_norm(
     if len(shape) == 0:
         raise checks.wrong(name, "x", "of shape (..., D)", "a scalar")
     checks.floats(name, "x", x, device)
+    if not eps >= 0.0:
+        raise checks.wrong(name, "eps", "0 or positive", eps)
     checks.tensor(name, "weight", weight, "D", device)
     if weight.shape[0] != shape[-1]:
         expected = f"of shape ({shape[-1]},) like the last dimension of x"

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import backend, checks
+from octavo.kernels.argument_types import names_wrong_types
 
 
+@names_wrong_types
 def apply_rotary(
     q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, *, interleaved: bool = False
 ) -> None:
@@ -45,6 +47,7 @@ def apply_rotary(
         raise checks.wrong(name, "cos_sin_cache.dtype", "torch.float32", cos_sin_cache.dtype)
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise checks.wrong(name, "rotary_dim", f"even and at most head_dim = {head_dim}", rotary_dim)
+    checks.flag(name, "interleaved", interleaved)
     checks.exactly(name, "positions", positions, (num_tokens,), device, (torch.int64,))
     on_cpu = q.is_cpu
     if on_cpu:
