@@ -134,10 +134,14 @@ def validate(result: Any, where: str) -> None:
 
 
 def commit() -> str:
-    """The checked-out commit, ``+changes`` when files differ from it; ``unknown`` outside a checkout."""
+    """The checked-out commit, ``+changes`` when code differs from it; ``unknown`` outside a checkout.
+
+    Code is what is measured and what measures; results and the tables made from them are not.
+    """
     try:
         head = _git("rev-parse", "HEAD")
-        return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = _git("status", "--porcelain", "--untracked-files=no", ":/src", ":/bench/*.py")
+        return f"{head}+changes" if changed else head
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
