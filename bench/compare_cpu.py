@@ -286,6 +286,7 @@ def main() -> None:
         told.append("--try-out")
     versions = {}
     if options.llama_python:
+        told += ["--llama-python", "PYTHON"]
         command = (options.llama_python, "-c", "import xllamacpp; print(xllamacpp.__version__)")
         versions["xllamacpp"] = subprocess.run(
             command, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""DESIGN invariant 3 on the real model, float32: the same greedy tokens however a request is run."""
+"""The real model in float32: the same greedy tokens however a request is run."""
 
 from __future__ import annotations
 

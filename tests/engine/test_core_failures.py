@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,68 @@ def test_scheduler_that_raises_ends_everything_and_the_engine_goes_on(
     output = run(engine, [1, 2], SamplingParams(max_tokens=3, seed=1, ignore_eos=True)).output
     assert output is not None
     assert output.token_ids == answer([1, 2], 3, 1)
+
+
+@pytest.mark.parametrize("broken", ["_fork_followers", "_release", "_place", "commit"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_scheduler_broken_half_way_starts_afresh(
+    broken: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(max_num_seqs=4, num_blocks=12)
+    requests = [engine.add_request([i] * 9, SamplingParams(n=2, max_tokens=9), stream=True) for i in range(3)]
+    original = getattr(engine.scheduler, broken)
+
+    def half_way(*arguments: Any) -> Any:
+        original(*arguments)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, broken, half_way)
+        with contextlib.suppress(error):
+            for _ in range(20):
+                engine.step()
+    for request in requests:
+        assert request.output is not None
+        assert {c.finish_reason for c in request.output.outputs} == {"error"}
+    assert not engine.has_work
+    engine.scheduler.check()
+    output = run(engine, [1, 2], SamplingParams(max_tokens=3, seed=1, ignore_eos=True)).output
+    assert output is not None
+    assert output.token_ids == answer([1, 2], 3, 1)
+    engine.close()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_output_that_breaks_ends_its_requests_whole(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=max_tokens, logprobs=1, seed=0, ignore_eos=True)
+    requests = [engine.add_request([i], params, stream=True) for i in range(2)]
+    monkeypatch.setattr(engine.output, "_add_logprobs", lambda seq, logprobs: 1 / 0)
+    engine.step()
+    for request in requests:
+        assert request.output is not None
+        assert request.output.error == "the step failed: ZeroDivisionError: division by zero"
+        assert request.output.finish_reason == "error"
+        assert request.chunks[-1].output is request.output
+    assert not engine.has_work
+    engine.close()
+
+
+def test_abort_from_another_thread_waits_for_the_end_of_the_step() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=5, seed=0, ignore_eos=True)
+    mine, other = engine.add_request([1, 2], params), engine.add_request([3, 4], params)
+    engine.runner.during_step = lambda: (engine.abort(mine.request_id), engine.stats())  # type: ignore[attr-defined]
+    drain(engine)
+    assert mine.output is not None
+    assert other.output is not None
+    assert mine.output.finish_reason == "abort"
+    assert other.output.token_ids == answer([3, 4], 5, 0)
+
+
+def test_trace_on_a_full_disk_ends_and_the_answers_go_on() -> None:
+    engine = make_engine(trace="/dev/full")
+    request = run(engine, [1, 2], SamplingParams(max_tokens=3, seed=0, ignore_eos=True))
+    assert request.output is not None
+    assert request.output.token_ids == answer([1, 2], 3, 0)
+    engine.close()

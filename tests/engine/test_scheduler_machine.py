@@ -1,4 +1,4 @@
-"""Random lives of requests against the invariants of DESIGN section 2, with hashes that collide."""
+"""Random lives of requests against what must always hold, with hashes that collide."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from octavo.errors import KernelArgumentError
 from octavo.kernels import backend, flash_attn_varlen_func
 from octavo.kernels.cpu import threads
 
@@ -309,3 +310,15 @@ def test_any_shape_and_any_mask(room: str, case: tuple[Batch, int, dict]) -> Non
     with backend.use(room):
         out = attend(batch, block_size, **ours)
     assert_within_budget(out, sdpa(batch, **options), sdpa(batch, **options, dtype=batch.q.dtype))
+
+
+@pytest.mark.parametrize("bound", [2**31 - 1, 2**31 + 100, 2**40, 2**63 - 1, 2**70])
+def test_a_window_wider_than_any_sequence_is_no_window(implementation: str, bound: int) -> None:
+    batch = Batch.random(LENS_Q, LENS_K)
+    unbounded = attend(batch, 16)
+    assert torch.equal(attend(batch, 16, window_size=(bound, bound)), unbounded)
+    paged = page(batch, 16)
+    paged.table[:, 0] = 10**8
+    caches = (batch.q, paged.k_cache, paged.v_cache)
+    with pytest.raises(KernelArgumentError, match="block_table"):
+        flash_attn_varlen_func(*caches, *batch.lengths, window_size=(bound, 0), block_table=paged.table)

@@ -240,6 +240,12 @@ class KVCacheManager:
         if table.position is not None:
             self._index.drop(table.position)
 
+    def close_all(self) -> None:
+        """Close every open sequence and forget all contents: what an interrupted call wrote is not known."""
+        for seq_id in list(self._tables):
+            self.close(seq_id)
+        self.reset_prefix_cache()
+
     def reset_prefix_cache(self) -> None:
         """Forget all contents: cached blocks become free, hits made before are void.
 

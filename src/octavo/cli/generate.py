@@ -73,7 +73,7 @@ def generate(
     for output in outputs:
         if output.error is not None:
             failed = True
-            print(f"octavo: error: {output.error}", file=sys.stderr)
+            print(f"octavo: error: {' '.join(output.error.split())}", file=sys.stderr)
         elif stats:
             print(describe_timing(output), file=sys.stderr)
     return 1 if failed else 0

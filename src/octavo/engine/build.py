@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from octavo.cache.manager import KVCacheManager
 from octavo.cache.sizing import (
@@ -21,16 +20,13 @@ from octavo.engine.core import Engine
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
-from octavo.errors import CapacityError
+from octavo.errors import CapacityError, ConfigError
 from octavo.models.registry import LoadedModel
 from octavo.models.shapes import kv_cache_spec
 from octavo.sampling_params import eos_token_ids
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo")
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, how much of it is done, and how much there is."""
 
 
 def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
@@ -45,7 +41,6 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         spec,
         num_blocks=config.num_blocks,
         memory_bytes=None if config.kv_cache_memory is None else parse_memory(config.kv_cache_memory),
-        free_bytes=available_memory_bytes(),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
     )
@@ -85,7 +80,11 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
 
 def _allocate(spec: KVCacheSpec, num_blocks: int) -> KVCache:
     """The cache's tensors, refused before a system that lends more than it has can promise them."""
-    needed, available = num_blocks * spec.bytes_per_block, available_memory_bytes()
+    needed = num_blocks * spec.bytes_per_block
+    try:
+        available = available_memory_bytes()
+    except ConfigError:  # a system that does not tell; whoever gave the size knows it
+        available = needed
     if needed > available:
         raise CapacityError(
             f"a KV cache of {num_blocks} blocks takes {format_bytes(needed)}, and "

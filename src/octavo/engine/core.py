@@ -85,6 +85,7 @@ class Engine:
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = self._num_hit_tokens = 0
         self._is_closed = False
         self._is_stepping = False
+        self._running_plan: Schedule | None = None
 
     @property
     def cache(self) -> KVCacheManager:
@@ -160,7 +161,6 @@ class Engine:
         self._check_one_thread()
         self._abort_dropped()
         began = self._clock()
-        plan = None
         self._is_stepping = True
         try:
             plan = self.scheduler.schedule()
@@ -168,11 +168,12 @@ class Engine:
                 return []
             changed = self._run(plan, began)
         except BaseException as error:
-            changed = self._fail(plan, error)
+            changed = self._fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
             self._is_stepping = False
+            self._running_plan = None
         self._num_steps += 1
         if self.trace:
             self.trace.end(self._clock() - began, len(self.scheduler.waiting), len(self.scheduler.running))
@@ -185,29 +186,42 @@ class Engine:
                 seq.request.first_scheduled_s = began
         if self.trace:
             self.trace.begin(plan)
+        self._running_plan = plan
         sampled = self.runner.execute(plan)
+        self._running_plan = None
         self._num_prompt_tokens += plan.num_prompt_tokens
         self._num_hit_tokens += plan.num_hit_tokens
         self._num_output_tokens += len(sampled.token_ids) - len(sampled.errors)
         self.scheduler.commit(plan, sampled.token_ids)
         return self.output.process(plan, sampled, self._clock())
 
-    def _fail(self, plan: Schedule | None, error: BaseException) -> list[Request]:
-        """End every request of a broken step; all of them if it broke before there was a plan."""
-        if plan is None:
-            requests = list(self.requests.values())
+    def _fail(self, error: BaseException) -> list[Request]:
+        """End the requests of a step that broke in the model; if it broke elsewhere, all requests.
+
+        The scheduler's lists may then be half changed, so they are not unwound but emptied.
+        """
+        if self._running_plan is not None:
+            sequences = self._running_plan.sequences
+            requests = list({seq.request.request_id: seq.request for seq in sequences}.values())
         else:
-            requests = list({seq.request.request_id: seq.request for seq in plan.sequences}.values())
+            requests = list(self.requests.values())
+            self.scheduler.reset()
         what = f"the step failed: {type(error).__name__}: {error}"
         logger.error("%s; %d requests end with it", what, len(requests))
         logger.debug("the failed step", exc_info=error)
         for request in requests:
-            self.output.fail(request, what, self._clock())
+            self.output.fail(request, what, self._clock(), even_finished=self._running_plan is None)
         self._forget_finished(requests)
         return requests
 
     def abort(self, request_id: str) -> None:
-        """End a request now, wherever it stands. Unknown or finished ids are ignored."""
+        """End a request now, wherever it stands. Unknown or finished ids are ignored.
+
+        In the middle of a step (from another thread) it ends at the step's end.
+        """
+        if self._is_stepping:
+            self.drop(request_id)
+            return
         request = self.requests.get(request_id)
         if request is not None:
             self.output.abort(request, self._clock())
@@ -225,7 +239,7 @@ class Engine:
             )
 
     def _abort_dropped(self) -> None:
-        while self._dropped:
+        while self._dropped and not self._is_stepping:
             self.abort(self._dropped.popleft())
 
     def stats(self) -> EngineStats:
@@ -248,6 +262,7 @@ class Engine:
         """Abort what is left and refuse what comes. Closing twice is a no-op."""
         if self._is_closed:
             return
+        self._check_one_thread()
         for request_id in list(self.requests):
             self.abort(request_id)
         if self.trace:

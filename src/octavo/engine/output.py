@@ -66,11 +66,21 @@ class OutputProcessor:
         self._end_finished(changed.values(), now)
         return list(changed.values())
 
-    def fail(self, request: Request, error: str, now: float) -> None:
-        """End what is unfinished of a request with an error that its output carries."""
+    def fail(self, request: Request, error: str, now: float, *, even_finished: bool = False) -> None:
+        """End what is unfinished of a request with an error that its output carries.
+
+        `even_finished`: the step broke after its tokens were committed, so that a sequence may have ended
+        without its last text or log probabilities; those tokens are taken back.
+        """
         for seq in request.sequences:
-            if seq.finish_reason is None:
-                self._fail(seq, error)
+            if seq.finish_reason is not None and not even_finished:
+                continue
+            if seq.logprobs is not None:
+                del seq.token_ids[seq.num_prompt_tokens + len(seq.logprobs) :]
+                del seq.logprobs[len(seq.token_ids) - seq.num_prompt_tokens :]
+            self._scheduler.finish(seq, "error")
+            seq.finish_reason, seq.stop_reason, seq.error = "error", None, error
+            self._emit(seq, [])
         self._end_finished([request], now)
 
     def abort(self, request: Request, now: float) -> None:

@@ -119,6 +119,18 @@ class Scheduler:
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
 
+    def reset(self) -> None:
+        """End everything at once, whatever state an interrupted call left behind."""
+        for seq in {*self.waiting, *self.running}:
+            for member in seq.request.sequences:
+                member.status = Status.FINISHED
+                member.row = -1
+        self.waiting.clear()
+        self.running.clear()
+        self.cache.close_all()
+        self._num_releases += 1
+        self._free_rows = list(range(self.max_num_rows - 1, -1, -1))
+
     # One step
 
     def schedule(self) -> Schedule | None:
@@ -315,7 +327,7 @@ class Scheduler:
             member.row = -1
 
     def check(self) -> None:
-        """Raise AssertionError naming a broken invariant (DESIGN section 2). For tests; costs a full scan."""
+        """Raise AssertionError naming a broken invariant of docs/architecture.md; for tests, scans it all."""
         self.cache.check()
         assert self.running == sorted(self.running, key=_by_key), "running is not sorted"
         assert self.waiting == sorted(self.waiting, key=_by_key), "waiting is not sorted"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 from typing import Any, TextIO
 
 from octavo.cache.manager import KVCacheManager
 from octavo.engine.schedule import Schedule
 from octavo.errors import ConfigError
+
+logger = logging.getLogger("octavo")
 
 
 class StepTrace:
@@ -23,6 +27,7 @@ class StepTrace:
         self._cache = cache
         self._step = 0
         self._num_evictions = 0
+        self._is_full = False
         self._record: dict[str, Any] = {}
 
     def begin(self, plan: Schedule) -> None:
@@ -49,7 +54,9 @@ class StepTrace:
         }
 
     def end(self, seconds: float, num_waiting: int, num_running: int) -> None:
-        """Write the record of the step that `begin` noted, with the state it left behind."""
+        """Write the record of the step that `begin` noted, if it noted one, with the state it left behind."""
+        if not self._record or self._is_full:
+            return
         evictions = self._cache.num_evictions
         self._record |= {
             "num_waiting": num_waiting,
@@ -62,10 +69,16 @@ class StepTrace:
             },
             "step_s": round(seconds, 6),
         }
-        self._file.write(json.dumps(self._record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(self._record) + "\n")
+            self._file.flush()
+        except OSError as error:  # a full disk is no reason to stop answering
+            logger.warning("the trace ends here, it cannot be written: %s", error.strerror)
+            self._is_full = True
+        self._record = {}
         self._step += 1
         self._num_evictions = evictions
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()

@@ -165,8 +165,11 @@ def flash_attn_varlen_func(
         num_keys = None
         checks.table(name, block_table, batch, device)
     checks.heads(name, num_heads, num_kv_heads, head_dim, kv_head_dim)
+    window_size = checks.attention_options(
+        name, num_heads, batch, device, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, sinks, return_softmax_lse,
+    )  # fmt: skip
     options = ScoreOptions(softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    checks.attention_options(name, num_heads, batch, device, *options, return_softmax_lse)
     if out is not None:
         checks.output(name, out, q)
     if q.is_cpu:

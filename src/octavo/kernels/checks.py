@@ -9,7 +9,6 @@ one after another.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,8 @@ from torch import Tensor
 from octavo.errors import KernelArgumentError, UnsupportedKernelConfig, shown
 
 MAX_HEAD_DIM = 256
+FLOAT32_MAX = torch.finfo(torch.float32).max
+_UNBOUNDED = 2**31 - 1
 INT32 = (torch.int32,)
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _QUANTISED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -154,16 +155,16 @@ def attention_options(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     return_softmax_lse: bool,
-) -> None:
-    """The options that every attention function shares."""
+) -> tuple[int, int]:
+    """The options that every attention function shares; returns the window, -1 for what bounds nothing."""
     flag(function, "causal", causal)
     flag(function, "return_softmax_lse", return_softmax_lse)
-    if softmax_scale is not None and not -math.inf < softmax_scale < math.inf:
+    if softmax_scale is not None and not -FLOAT32_MAX <= softmax_scale <= FLOAT32_MAX:
         raise wrong(function, "softmax_scale", "None or finite", softmax_scale)
     if len(window_size) != 2:
         raise wrong(function, "window_size", "a pair (left, right), -1 for no bound", window_size)
-    operator.index(window_size[0]), operator.index(window_size[1])  # its TypeError is explained at the door
-    if not 0.0 <= softcap < math.inf:
+    left, right = operator.index(window_size[0]), operator.index(window_size[1])  # TypeErrors: see the door
+    if not 0.0 <= softcap <= FLOAT32_MAX:
         raise wrong(function, "softcap", "0 (off) or positive", softcap)
     if alibi_slopes is not None:
         shape = (batch, num_heads) if alibi_slopes.dim() == 2 else (num_heads,)
@@ -171,6 +172,8 @@ def attention_options(
     if sinks is not None:
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
         exactly(function, "sinks", sinks, (num_heads,), device, dtypes)
+    # No sequence is that long; smaller numbers cannot overflow when positions are added to them.
+    return (left if 0 <= left < _UNBOUNDED else -1, right if 0 <= right < _UNBOUNDED else -1)
 
 
 def flag(function: str, name: str, value: object) -> None:

@@ -125,8 +125,11 @@ def flash_attn_with_kvcache(
     checks.caches(name, "k_cache", k_cache, "v_cache", v_cache, device, paged=paged)
     num_blocks, block_size, num_kv_heads, kv_head_dim = k_cache.shape
     checks.heads(name, num_heads, num_kv_heads, head_dim, kv_head_dim)
+    window_size = checks.attention_options(
+        name, num_heads, batch, device, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, sinks, return_softmax_lse,
+    )  # fmt: skip
     options = ScoreOptions(softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    checks.attention_options(name, num_heads, batch, device, *options, return_softmax_lse)
     checks.flag(name, "rotary_interleaved", rotary_interleaved)
     num_new = checks.appended(name, k, v, k_cache, batch, cache_seqlens, rotary_cos, rotary_sin)
     if k is not None:

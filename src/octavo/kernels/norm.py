@@ -39,7 +39,7 @@ def rms_norm(
     if len(shape) == 0:
         raise checks.wrong(name, "x", "of shape (..., D)", "a scalar")
     checks.floats(name, "x", x, device)
-    if not eps >= 0.0:
+    if not 0.0 <= eps <= checks.FLOAT32_MAX:
         raise checks.wrong(name, "eps", "0 or positive", eps)
     checks.tensor(name, "weight", weight, "D", device)
     if weight.shape[0] != shape[-1]:

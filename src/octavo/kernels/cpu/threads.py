@@ -143,13 +143,16 @@ class _Team:
     def close(self) -> None:
         """End the workers; a call still running in another thread is finished first."""
         is_mine = self._busy.acquire(timeout=5)
-        self._is_closed = True
-        self.num_threads = 1
-        self._wake.set()
-        for worker in self._workers:
-            worker.join(timeout=5)
-        if is_mine:
-            self._busy.release()
+        try:
+            self._is_closed = True
+            self.num_threads = 1
+            for worker in self._workers:
+                while worker.is_alive():
+                    self._wake.set()  # again and again: another worker may clear it on its way out
+                    worker.join(timeout=0.05)
+        finally:
+            if is_mine:
+                self._busy.release()
 
     def _start(self) -> None:
         from octavo.kernels.cpu import team
@@ -164,8 +167,8 @@ class _Team:
             worker = threading.Thread(
                 target=self._serve, args=(loop, address), name=f"octavo-kernel-{i}", daemon=True
             )
-            self._workers.append(worker)
             worker.start()
+            self._workers.append(worker)
 
     def _serve(self, loop: Callable[[int], None], cells: int) -> None:
         while not self._is_closed:

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -16,11 +15,6 @@ from octavo.models.weights.checkpoint import Checkpoint, Shape, is_harmless
 
 # The C library gives blocks above this back to the system when they are freed; smaller ones may leave holes.
 _SCRATCH_BYTES = 32 * 2**20
-
-
-class Progress(Protocol):
-    def __call__(self, name: str, done: int, total: int) -> None:
-        """`done` of `total` tensors are read; `name` was the last."""
 
 
 class Parameters:
