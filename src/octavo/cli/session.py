@@ -51,6 +51,8 @@ def describe_timing(output: RequestOutput) -> str:
         parts.append(f"first token after {metrics.ttft_s:.2f} s")
     if metrics.tpot_s:
         parts.append(f"then {1 / metrics.tpot_s:.1f} tokens/s each")
+    if any(completion.finish_reason == "length" for completion in output.outputs):
+        parts.append("cut at the most tokens allowed")
     return ", ".join(parts)
 
 

@@ -72,6 +72,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     )
     vocab_size = loaded.config.vocab_size
     runner = ModelRunner(loaded.model, kv_cache, batches, Sampler(vocab_size))
+    runner.warm_up()
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer

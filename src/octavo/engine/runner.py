@@ -9,6 +9,7 @@ from octavo.engine.batch import BatchBuilder
 from octavo.engine.sampler import Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
 from octavo.kernels.cpu import threads
+from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.models.registry import CausalLM
 
 PROMPT_LOGITS_ROWS = 64
@@ -25,6 +26,24 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.batches = batches
         self.sampler = sampler
+
+    def warm_up(self) -> None:
+        """Compile or load every kernel a step runs, so that no request waits for it.
+
+        One token, written to the first block, which nobody owns yet.
+        """
+        zero = torch.zeros(1, dtype=torch.int64)
+        lengths = torch.tensor([0, 1], dtype=torch.int32)
+        metadata = AttentionMetadata(
+            slot_mapping=zero,
+            cu_seqlens_q=lengths,
+            cu_seqlens_k=lengths,
+            block_table=torch.zeros((1, 1), dtype=torch.int32),
+            max_seqlen_q=1,
+            max_seqlen_k=1,
+        )
+        with torch.inference_mode(), threads.torch_threads(self.torch_threads):
+            self.model.compute_logits(self.model(zero, zero, self.kv_cache.layers, metadata))
 
     def execute(self, plan: Schedule) -> SamplerOutput:
         """Compute `plan` and draw one token per entry of `plan.sampled`; fills prompt log probabilities."""
