@@ -2,21 +2,25 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 from octavo.errors import ConfigError, UnsupportedKernelConfig
 from octavo.kernels import backend, pack_weight, silu_and_mul
+from octavo.kernels import triton as triton_room
 from octavo.kernels.linear import Form, PackedWeight
 
+COMPILED_FOR_CPU = ("varlen_attention", "write_kv_cache", "rms_norm", "apply_rotary", "silu_and_mul")
 
-def fake_room(monkeypatch: pytest.MonkeyPatch, module: object) -> None:
-    """Stand `module` in for every module of the cpu room."""
+
+def fake_room(monkeypatch: pytest.MonkeyPatch, module: object, room: str = "cpu") -> None:
+    """Stand `module` in for every module of a room."""
     real = backend.importlib.import_module
 
     def import_module(name: str) -> object:
-        if not name.startswith("octavo.kernels.cpu."):
+        if not name.startswith(f"octavo.kernels.{room}."):
             return real(name)
         if isinstance(module, ImportError):
             raise module
@@ -44,17 +48,25 @@ class Working:
     def _broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("illegal instruction")
 
-    varlen_attention = write_kv_cache = rms_norm = apply_rotary = _broken
+    varlen_attention = write_kv_cache = rotate_and_write_kv_cache = _broken
+    rms_norm = apply_rotary = sample = _broken
 
 
 def test_the_compiled_kernels_run_here_and_are_chosen() -> None:
     """Numba is a dependency: on the machines that run these tests nothing falls back."""
     with backend.use("auto"):
-        assert {kernel: backend.implementation_of(kernel) for kernel in backend.KERNELS} == dict.fromkeys(
-            backend.KERNELS, "cpu"
+        assert {kernel: backend.implementation_of(kernel) for kernel in COMPILED_FOR_CPU} == dict.fromkeys(
+            COMPILED_FOR_CPU, "cpu"
         )
 
 
+@pytest.fixture
+def no_gpu_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without Triton, so that what is said of it does not depend on how the tests are run."""
+    monkeypatch.setattr(triton_room, "unfit_reason", lambda device_type: "no Triton here")
+
+
+@pytest.mark.usefixtures("no_gpu_rooms")
 def test_a_room_that_does_not_import_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_room(monkeypatch, ImportError("No module named 'numba'"))
     with backend.use("auto"):
@@ -64,9 +76,7 @@ def test_a_room_that_does_not_import_falls_back_and_says_why(monkeypatch: pytest
     assert cpu == backend.BackendStatus(
         "varlen_attention", "cpu", False, "its module does not import (No module named 'numba')", False
     )
-    assert triton == backend.BackendStatus(
-        "varlen_attention", "triton", False, "this version of Octavo has no Triton kernels", False
-    )
+    assert triton == backend.BackendStatus("varlen_attention", "triton", False, "no Triton here", False)
     assert reference == backend.BackendStatus("varlen_attention", "reference", True, "", True)
 
 
@@ -123,15 +133,13 @@ def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch, value: str, r
     assert backend.implementation_of("rms_norm") == room
 
 
-@pytest.mark.parametrize(
-    ("value", "hint"), [("triton", ""), ("Reference", r" \(did you mean 'reference'\?\)")]
-)
+@pytest.mark.parametrize(("value", "hint"), [("xyz", ""), ("Reference", r" \(did you mean 'reference'\?\)")])
 def test_an_unknown_value_of_the_environment_variable(
     monkeypatch: pytest.MonkeyPatch, value: str, hint: str
 ) -> None:
     monkeypatch.setattr(backend, "_selected", {})
     monkeypatch.setenv("OCTAVO_KERNELS", value)
-    known = "expected one of auto, reference, cpu"
+    known = "expected one of auto, cpu, triton, reference"
     message = f"^OCTAVO_KERNELS: unknown kernel room '{value}', {known}{hint}$"
     with pytest.raises(ConfigError, match=message):
         silu_and_mul(torch.ones(1, 2))
@@ -143,26 +151,96 @@ def test_other_devices_have_the_reference() -> None:
     assert backend.implementation_of("rms_norm", "meta", torch.float32, torch.float32) == "reference"
 
 
+@pytest.mark.parametrize("device_type", ["cuda", "xpu"])
+def test_a_gpu_has_the_triton_kernels(monkeypatch: pytest.MonkeyPatch, device_type: str) -> None:
+    monkeypatch.setattr(triton_room, "unfit_reason", lambda device_type: None)
+    fake_room(monkeypatch, Working, "triton")
+    with backend.use("auto"):
+        assert backend.implementation_of("silu_and_mul", device_type) == "triton"
+        rooms = [s.implementation for s in backend.describe(device_type) if s.kernel == "rms_norm"]
+    assert rooms == ["triton", "reference"]
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "xpu"])
+@pytest.mark.usefixtures("no_gpu_rooms")
+def test_a_gpu_without_triton_has_the_reference_and_the_reason_is_kept(device_type: str) -> None:
+    with backend.use("auto"):
+        assert backend.implementation_of("rms_norm", device_type) == "reference"
+        statuses = [s for s in backend.describe(device_type) if s.kernel == "rms_norm"]
+    assert statuses == [
+        backend.BackendStatus("rms_norm", "triton", False, "no Triton here", False),
+        backend.BackendStatus("rms_norm", "reference", True, "", True),
+    ]
+
+
+def test_forced_triton_on_cpu_tensors_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    triton_room.unfit_reason.cache_clear()
+    monkeypatch.setattr(triton_room, "is_interpreted", lambda: False)
+    message = r"silu_and_mul: the 'triton' kernels are forced .*only with TRITON_INTERPRET=1\. Unset"
+    with backend.use("triton"), pytest.raises(UnsupportedKernelConfig, match=message):
+        silu_and_mul(torch.ones(1, 2))
+    triton_room.unfit_reason.cache_clear()
+    monkeypatch.setattr(triton_room, "is_interpreted", lambda: True)
+    fake_room(monkeypatch, Working, "triton")
+    with backend.use("triton"):
+        assert silu_and_mul(torch.ones(1, 2)).item() == 42.0
+    with backend.use("auto"):
+        assert backend.implementation_of("silu_and_mul") == "cpu"  # the interpreter is never chosen
+    triton_room.unfit_reason.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [("3.5.1", "Triton 3.5.1 is too old; 3.6 or newer is needed"), ("3.6.0", None), ("3.10.0+git1", None)],
+)
+def test_which_triton_is_new_enough(
+    monkeypatch: pytest.MonkeyPatch, version: str, reason: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
+    assert triton_room.unfit_reason.__wrapped__("xpu") == reason
+
+
+def test_a_gpu_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.1"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    reason = "Tesla T4 has compute capability 7.5; 8.0 or newer is needed"
+    assert triton_room.unfit_reason.__wrapped__("cuda") == reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    assert triton_room.unfit_reason.__wrapped__("cuda") is None
+
+
+def test_a_kernel_that_a_room_lacks_is_told_from_one_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backend.KERNELS, "silu_and_mul", ("no_such_module", ("x dtype",), (torch.float32,)))
+    statuses = [s for s in _reasons("silu_and_mul") if s[0] == "cpu"]
+    assert statuses == [("cpu", "the cpu room has no such kernel")]
+
+
+def _reasons(kernel: str) -> list[tuple[str, str]]:
+    return [(room, backend._load(room, kernel, "cpu", (torch.float32,))[1]) for room in ("cpu", "reference")]
+
+
+@pytest.mark.usefixtures("no_gpu_rooms")
 def test_self_check_passes_for_everything_that_is_available() -> None:
     checks = backend.self_check()
-    found = [(check.kernel, check.implementation, check.form) for check in checks]
-    dtypes = ("float32", "float16", "bfloat16")
-    assert found == [
-        *(
-            (kernel, room, dtype)
-            for kernel in backend.KERNELS
-            for room in ("cpu", "reference")
-            for dtype in dtypes
-        ),
-        *(("linear", "cpu", form) for form in ("float32", "float16", "int8")),
-        ("linear", "reference", "dense"),
-    ]
+    found = {(check.kernel, check.implementation, check.form) for check in checks}
+    assert len(found) == len(checks)
+    rooms = {(s.kernel, s.implementation) for s in backend.describe() if s.available}
+    assert {(kernel, room) for kernel, room, _ in found} == rooms
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert {(k, r, dtype) for k in COMPILED_FOR_CPU for r in ("cpu", "reference")} <= found
+    assert {(r, form) for k, r, form in found if k == "linear"} == {
+        *(("cpu", form) for form in ("float32", "float16", "int8")),
+        ("reference", "dense"),
+    }
     bounds = {"float16": 2**-10, "bfloat16": 2**-7}
     for check in checks:
         assert check.ok
-        assert check.worst_error <= (1e-5 if check.kernel == "linear" else bounds.get(check.form, 1e-5)), (
-            check
-        )
+        bound = 1e-5 if check.kernel == "linear" else bounds.get(check.form, 1e-5)
+        assert check.worst_error <= bound, check
 
 
 def test_self_check_finds_a_wrong_kernel_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:

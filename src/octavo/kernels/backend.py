@@ -1,7 +1,7 @@
 """Which implementation of a kernel runs, and why.
 
-Each kernel has a plain torch twin in `reference/` and may have a faster one in a room of its own (`cpu/`;
-later `triton/`). A room's module `octavo.kernels.<room>.<module>` exports
+Each kernel has a plain torch twin in `reference/` and may have a faster one in a room of its own: `cpu/` for
+the processor, `triton/` for GPUs. A room's module `octavo.kernels.<room>.<module>` exports
 
 - the kernel, with the signature of its reference twin. Arguments come checked (`checks.py`), indices included
   where they can be read without waiting for a device;
@@ -17,8 +17,9 @@ What holds for every implementation:
   a sink is part of the LSE; `window_size` is negative for "no bound" on a side, and `causal` means right = 0.
 - `slot_mapping` and `positions` are int64, `cu_seqlens_*` and `block_table` int32.
 
-The environment variable OCTAVO_KERNELS forces a room: `reference`, or `cpu` (an error then takes the place of
-the fallback). `auto`, or nothing, is the best one that runs here.
+The environment variable OCTAVO_KERNELS forces a room: `reference`, `cpu` or `triton` (an error then takes
+the place of the fallback). `auto`, or nothing, is the best one that runs on the tensors' device. `triton`
+takes CPU tensors only when Triton's interpreter is on (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.errors import ConfigError, UnsupportedKernelConfig, nearest
+from octavo.kernels import triton as triton_room
 
 # kernel -> (module, what `supports` is told, an ordinary example of it)
 KERNELS: dict[str, tuple[str, tuple[str, ...], tuple[Any, ...]]] = {
@@ -43,15 +45,24 @@ KERNELS: dict[str, tuple[str, tuple[str, ...], tuple[Any, ...]]] = {
         (torch.float32, torch.float32, 64),
     ),
     "write_kv_cache": ("kv_write", ("k dtype", "cache dtype"), (torch.float32, torch.float32)),
+    "rotate_and_write_kv_cache": (
+        "rotate_and_write",
+        ("q dtype", "cache dtype", "head_dim"),
+        (torch.float32, torch.float32, 64),
+    ),
     "rms_norm": ("norm", ("x dtype", "weight dtype"), (torch.float32, torch.float32)),
     "apply_rotary": ("rotary", ("q dtype",), (torch.float32,)),
     "silu_and_mul": ("activation", ("x dtype",), (torch.float32,)),
+    "sample": ("sampling", ("logits dtype",), (torch.float32,)),
 }
 ROOMS = ("cpu", "triton", "reference")
 # Best first. A device that is not named here has the reference, which is plain torch and runs anywhere.
-_ROOMS_FOR_DEVICE = {"cpu": ("cpu", "reference")}
+_ROOMS_FOR_DEVICE = {
+    "cpu": ("cpu", "reference"),
+    "cuda": ("triton", "reference"),  # NVIDIA, and AMD, which torch calls cuda, too
+    "xpu": ("triton", "reference"),
+}
 _VARIABLE = "OCTAVO_KERNELS"
-_NO_TRITON = "this version of Octavo has no Triton kernels"
 
 Kernel = Callable[..., Any]
 
@@ -103,7 +114,7 @@ def select(kernel: str, device_type: str, *facts: Any) -> Kernel:
 
 def implementation_of(kernel: str, device_type: str = "cpu", *facts: Any) -> str:
     """The name of the room that `select` takes, for reports; without facts, for the ordinary case."""
-    facts = facts or KERNELS[kernel][2]
+    facts = facts or ordinary_facts(kernel, device_type)
     select(kernel, device_type, *facts)
     return _selected[(kernel, device_type, *facts)].room
 
@@ -121,18 +132,31 @@ def use(room: str) -> Iterator[None]:
         _selected.clear()
 
 
-def describe() -> list[BackendStatus]:
-    """Every implementation of every kernel on this machine's CPU, best first.
+def ordinary_facts(kernel: str, device_type: str) -> tuple[Any, ...]:
+    """An ordinary example of what `supports` is told: float32 on the CPU, bfloat16 elsewhere."""
+    facts = KERNELS[kernel][2]
+    if device_type == "cpu" or kernel == "sample":  # logits are float32 everywhere
+        return facts
+    return tuple(torch.bfloat16 if fact is torch.float32 else fact for fact in facts)
+
+
+def describe(device_type: str = "cpu") -> list[BackendStatus]:
+    """Every implementation of every kernel for tensors on such a device of this machine, best first.
+
+    Where none of a kernel is `selected`, a room is forced that cannot do it: every call will raise.
 
     First for each kernel's ordinary case, then what else fell back in this process: a call with facts
     (dtypes, sizes) that a better room could not do.
     """
-    ordinary = [*(status for kernel in KERNELS for status in _describe(kernel)), *_describe_linear()]
+    ordinary = [
+        *(status for kernel in KERNELS for status in _describe(kernel, device_type)),
+        *_describe_linear(device_type),
+    ]
     return ordinary + [
         BackendStatus(kernel, room, False, reason)
-        for (kernel, _, *facts), choice in _selected.items()
+        for (kernel, asked_for, *facts), choice in _selected.items()
         for room, reason in choice.passed_over
-        if tuple(facts) != KERNELS[kernel][2]
+        if asked_for == device_type and tuple(facts) != ordinary_facts(kernel, device_type)
     ]
 
 
@@ -141,25 +165,36 @@ def forced() -> str:
     return _forced or _known_room(os.environ.get(_VARIABLE) or "auto", _VARIABLE)
 
 
-def _describe_linear() -> Iterator[BackendStatus]:
+def _rooms(device_type: str) -> tuple[str, ...]:
+    """The rooms worth a word for such a device, best first."""
+    return ROOMS if device_type == "cpu" else _ROOMS_FOR_DEVICE.get(device_type, ("reference",))
+
+
+def _describe_linear(device_type: str) -> Iterator[BackendStatus]:
     # `pack_weight` chooses for `linear`, once per weight: packed for the compiled kernels, or torch's own.
+    if device_type != "cpu":
+        yield BackendStatus("linear", "reference", True, "", True)
+        return
     from octavo.kernels.cpu import host
 
     reason = host.unfit_reason()
     yield BackendStatus("linear", "cpu", reason is None, reason or "", reason is None)
-    yield BackendStatus("linear", "triton", False, _NO_TRITON)
     yield BackendStatus("linear", "reference", True, "", reason is not None)
 
 
-def _describe(kernel: str) -> Iterator[BackendStatus]:
-    selected = implementation_of(kernel)
-    for room in ROOMS:
-        function, reason = _load(room, kernel, KERNELS[kernel][2])
+def _describe(kernel: str, device_type: str) -> Iterator[BackendStatus]:
+    facts = ordinary_facts(kernel, device_type)
+    try:
+        selected = implementation_of(kernel, device_type)
+    except UnsupportedKernelConfig:  # a room is forced that does not have it
+        selected = ""
+    for room in _rooms(device_type):
+        function, reason = _load(room, kernel, device_type, facts)
         yield BackendStatus(kernel, room, function is not None, reason, room == selected)
 
 
-def self_check() -> list[SelfCheck]:
-    """Run each available implementation on small odd shapes, against the reference in float64.
+def self_check(device: torch.device | str = "cpu") -> list[SelfCheck]:
+    """Run each implementation available for `device` on small odd shapes, against the reference in float64.
 
     Every kernel in each dtype that it can do, `linear` in each form of weights. `ok` means an error, as
     `worst_error` measures it, of at most 1e-5, or twice what rounding the result to 16 bits makes. An
@@ -167,23 +202,24 @@ def self_check() -> list[SelfCheck]:
     """
     from octavo.kernels import self_check as cases  # loaded only by the one command that needs it
 
+    device = torch.device(device)
     found = []
     for kernel, case in cases.CASES.items():
-        oracle, _ = _load("reference", kernel, ())
+        oracle, _ = _load("reference", kernel, "cpu", ())
         assert oracle is not None
         exact = {dtype: case(oracle, cases.Draw(dtype, torch.float64)) for dtype in cases.BOUNDS}
-        for room in ROOMS:
+        for room in _rooms(device.type):
             for dtype, bound in cases.BOUNDS.items():
-                facts = (dtype if fact is torch.float32 else fact for fact in KERNELS[kernel][2])
-                function, _ = _load(room, kernel, tuple(facts))
+                facts = tuple(dtype if fact is torch.float32 else fact for fact in KERNELS[kernel][2])
+                function, _ = _load(room, kernel, device.type, facts)
                 if function is not None:
-                    draw = cases.Draw(dtype, dtype)
+                    draw = cases.Draw(dtype, dtype, device)
                     run = functools.partial(cases.beside, exact[dtype], case, function, draw)
                     found.append(_checked(kernel, room, str(dtype).removeprefix("torch."), run, bound))
-    for status in _describe_linear():
+    for status in _describe_linear(device.type):
         if status.available:
             for weight_form in cases.FORMS[status.implementation]:
-                run = functools.partial(cases.linear, weight_form)
+                run = functools.partial(cases.linear, weight_form, device)
                 bound = cases.BOUNDS[torch.float32]
                 found.append(_checked("linear", status.implementation, weight_form, run, bound))
     return found
@@ -215,8 +251,8 @@ def worst_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _known_room(room: str, where: str) -> str:
-    if room not in ("auto", "reference", "cpu"):
-        known = ("auto", "reference", "cpu")
+    known = ("auto", *ROOMS)
+    if room not in known:
         raise ConfigError(
             f"{where}: unknown kernel room {room!r}, expected one of {', '.join(known)}{nearest(room, known)}"
         )
@@ -228,7 +264,7 @@ def _choose(kernel: str, device_type: str, facts: tuple[Any, ...]) -> _Choice:
     rooms = _ROOMS_FOR_DEVICE.get(device_type, ("reference",)) if wanted == "auto" else (wanted,)
     passed_over: list[tuple[str, str]] = []
     for room in rooms:
-        function, reason = _load(room, kernel, facts)
+        function, reason = _load(room, kernel, device_type, facts)
         if function is not None:
             return _Choice(room, function, tuple(passed_over))
         passed_over.append((room, reason))
@@ -238,17 +274,20 @@ def _choose(kernel: str, device_type: str, facts: tuple[Any, ...]) -> _Choice:
     )
 
 
-def _load(room: str, kernel: str, facts: tuple[Any, ...]) -> tuple[Kernel | None, str]:
-    module_name, names, ordinary = KERNELS[kernel]
-    if room == "triton":
-        return None, _NO_TRITON
+def _load(room: str, kernel: str, device_type: str, facts: tuple[Any, ...]) -> tuple[Kernel | None, str]:
+    module_name, names, _ = KERNELS[kernel]
+    if room == "triton" and (reason := triton_room.unfit_reason(device_type)) is not None:
+        return None, reason
+    path = f"octavo.kernels.{room}.{module_name}"
     try:
-        module = importlib.import_module(f"octavo.kernels.{room}.{module_name}")
+        module = importlib.import_module(path)
     except ImportError as error:
+        if error.name == path:
+            return None, f"the {room} room has no such kernel"
         return None, f"its module does not import ({error})"
     if room != "reference":
         reason = module.supports(*facts)
-        if reason is not None and facts == ordinary:
+        if reason is not None and facts == ordinary_facts(kernel, device_type):
             return None, reason
         if reason is not None:
             told = ", ".join(f"{name} {fact}" for name, fact in zip(names, facts, strict=True))
