@@ -1,0 +1,163 @@
+"""A stand-in for a GPU: public calls on CPU tensors compile what they would launch there, and launch nothing.
+
+For a process of its own, in which Triton does not interpret: `with NoGpu(90) as gpu: call(...); gpu.take()`
+gives what the call launched. One architecture per process, as Triton remembers the first. What the calls
+return is whatever was in memory.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.compiler import CompiledKernel
+from triton.knobs import nvidia
+from triton.runtime import driver
+
+from octavo.kernels import backend
+
+# arch -> (name, multiprocessors, shared memory that one program may have, in bytes)
+GPUS = {
+    80: ("NVIDIA A100-SXM4-80GB", 108, 163 * 1024),
+    86: ("NVIDIA GeForce RTX 3090", 82, 99 * 1024),
+    89: ("NVIDIA GeForce RTX 4090", 128, 99 * 1024),
+    90: ("NVIDIA H200", 132, 227 * 1024),
+}
+_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One specialisation as the hardware gets it; `instructions` counts its opcodes, modifiers included."""
+
+    name: str
+    num_warps: int
+    shared: int
+    registers: int
+    instructions: Counter[str]
+
+    def count(self, pattern: str) -> int:
+        """Instructions whose opcode, with its modifiers, matches the pattern from its start."""
+        return sum(n for opcode, n in self.instructions.items() if re.match(pattern, opcode))
+
+
+class _Driver(DriverBase):
+    def __init__(self, gpu: NoGpu) -> None:
+        self._target = GPUTarget("cuda", gpu.arch, 32)
+        self.launcher_cls = gpu._launcher
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda _: vars(gpu.properties),
+            load_binary=lambda *_: (object(), 0, 0, 0, 1024),
+            unload_module=lambda _: None,
+        )
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError  # only launchers ask, and ours do not
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing can be timed without a GPU")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class NoGpu:
+    def __init__(self, arch: int) -> None:
+        name, multiprocessors, shared = GPUS[arch]
+        self.arch = arch
+        self._compiled: dict[str, CompiledKernel] = {}  # by the hash of all that went into it
+        self._launched: dict[str, None] = {}  # in order, each once
+        self.properties = SimpleNamespace(
+            name=name,
+            major=arch // 10,
+            minor=arch % 10,
+            multi_processor_count=multiprocessors,
+            multiprocessor_count=multiprocessors,  # in Triton's spelling
+            max_shared_mem=shared,
+            shared_memory_per_block_optin=shared,
+            warp_size=32,
+            warpSize=32,
+            L2_cache_size=50 * 2**20,
+            total_memory=80 * 2**30,
+        )
+
+    def _launcher(self, src: Any, metadata: Any) -> Any:
+        return lambda *_args, **_options: self._launched.setdefault(metadata.hash)
+
+    def __enter__(self) -> Self:
+        self._undo = ExitStack()
+        before = driver._active
+        self._undo.callback(driver.set_active, before)
+        driver.set_active(_Driver(self))
+        answers = {
+            "get_device_properties": lambda *_: self.properties,
+            "get_device_capability": lambda *_: (self.arch // 10, self.arch % 10),
+            "get_device_name": lambda *_: self.properties.name,
+            "is_current_stream_capturing": lambda: False,
+        }
+        for function, answer in answers.items():
+            self._undo.enter_context(mock.patch.object(torch.cuda, function, answer))
+        init = CompiledKernel.__init__
+
+        def remember(kernel: CompiledKernel, src: Any, metadata_group: Any, hash: str) -> None:
+            init(kernel, src, metadata_group, hash)
+            self._compiled[kernel.metadata.hash] = kernel
+
+        self._undo.enter_context(mock.patch.object(CompiledKernel, "__init__", remember))
+        self._undo.enter_context(backend.use("triton"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def take(self) -> list[Kernel]:
+        """What was launched since the last time."""
+        kernels = [_inspect(self._compiled[hash]) for hash in self._launched]
+        self._launched.clear()
+        return kernels
+
+
+def _inspect(kernel: CompiledKernel) -> Kernel:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        sass = _output(nvidia.nvdisasm.path, "-c", file.name)
+        usage = _output(nvidia.cuobjdump.path, "-res-usage", file.name)
+    registers = [int(n) for n in re.findall(r"REG:(\d+)", usage)]
+    return Kernel(
+        kernel.metadata.name,
+        kernel.metadata.num_warps,
+        kernel.metadata.shared,
+        max(registers),
+        Counter(_OPCODE.findall(sass)),
+    )
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
