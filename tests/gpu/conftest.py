@@ -1,9 +1,30 @@
 """What needs an NVIDIA GPU: `scripts/test tests/gpu`, or `python -m pytest tests/gpu` with src on the path."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
+
+from octavo.kernels import backend
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None if torch.cuda.is_available() else True
+
+
+@pytest.fixture(autouse=True)
+def _triton_room() -> Iterator[None]:
+    """Every kernel call goes to the Triton room; what it cannot do fails instead of falling back."""
+    with backend.use("triton"):
+        yield
+
+
+@pytest.fixture(params=["hopper", "everywhere"])
+def prefill_route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The prefill kernel that Hopper may have for itself, and the one that every GPU has."""
+    if request.param == "everywhere":
+        from octavo.kernels.triton import prefill_hopper
+
+        monkeypatch.setattr(prefill_hopper, "supports_hopper", lambda *_, **__: "not in this test")
+    return str(request.param)

@@ -1,0 +1,141 @@
+"""Attention on the GPU against the formula in float64: every option, dtype, block size and head on every path."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.attention_cases import Case, prepare
+
+# Nothing, one key, no keys, more queries than keys, ends of blocks and one beside them, one long among short.
+DECODE = Case(
+    lens_q=(1, 1, 2, 8, 0, 5, 1, 3, 4, 1, 7, 1),
+    lens_k=(1, 16, 17, 300, 4, 0, 1000, 2, 64, 5000, 1025, 15),
+)
+PREFILL = Case(lens_q=(9, 64, 130, 33, 0, 20, 257, 128), lens_k=(9, 64, 400, 1000, 4, 10, 257, 3000))
+MIXED = Case(lens_q=DECODE.lens_q + PREFILL.lens_q, lens_k=DECODE.lens_k + PREFILL.lens_k)
+# For what multiplies the number of compiled kernels.
+SHORT_DECODE = Case(lens_q=(1, 3, 1), lens_k=(300, 17, 1))
+SHORT_PREFILL = Case(lens_q=(40, 9, 130), lens_k=(40, 300, 130))
+PATHS = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED}
+
+OPTIONS = {
+    "full": {"causal": False},
+    "causal": {},
+    "window": {"window": (100, 0)},
+    "two-sided-window": {"causal": False, "window": (37, 20)},
+    "right-bound-alone": {"causal": False, "window": (-1, 2)},
+    "narrow-window": {"window": (0, 0)},
+    "softcap": {"softcap": 5.0},
+    "alibi": {"alibi": "head"},
+    "alibi-per-sequence-full": {"alibi": "batch", "causal": False},
+    "sinks": {"sinks": True},
+    "sinks-window": {"sinks": True, "window": (70, 0)},
+    "scale": {"softmax_scale": 0.3},
+    "negative-scale": {"softmax_scale": -0.1},
+    "everything": {"softcap": 8.0, "alibi": "batch", "sinks": True, "window": (90, 0), "softmax_scale": 0.2},
+}
+
+
+@pytest.mark.parametrize("block_size", [0, 16], ids=["packed", "paged"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("path", PATHS)
+def test_every_option_on_every_path(path: str, options: dict, block_size: int, prefill_route: str) -> None:
+    if path == "decode" and prefill_route != "hopper":
+        return
+    prepare(replace(PATHS[path], block_size=block_size, **options), "cuda").check()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 32, 64, 128, 256, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_block_size_and_dtype(dtype: torch.dtype, block_size: int) -> None:
+    prepare(replace(MIXED, dtype=dtype, block_size=block_size), "cuda").check()
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 40, 59, 64, 80, 96, 111, 112, 120, 128, 160, 192, 224, 256])
+@pytest.mark.parametrize("block_size", [0, 16], ids=["packed", "paged"])
+@pytest.mark.parametrize("path", [SHORT_DECODE, SHORT_PREFILL], ids=["decode", "prefill"])
+def test_every_head_dim(path: Case, block_size: int, head_dim: int, prefill_route: str) -> None:
+    if path is SHORT_DECODE and prefill_route != "hopper":
+        return
+    prepare(replace(path, head_dim=head_dim, block_size=block_size), "cuda").check()
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [(8, 8), (4, 2), (6, 2), (8, 2), (5, 1), (14, 2), (8, 1), (32, 2), (71, 1), (28, 4), (9, 3), (64, 8)],
+    ids=lambda heads: f"{heads[0]}over{heads[1]}",
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_head_ratio(heads: tuple[int, int], head_dim: int, prefill_route: str) -> None:
+    prepare(replace(MIXED, heads=heads, head_dim=head_dim), "cuda").check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scales", ["none", "tensor", "token"])
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.int8], ids=["fp8", "int8"])
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_quantised_caches(path: str, cache_dtype: torch.dtype, scales: str, dtype: torch.dtype) -> None:
+    if cache_dtype == torch.int8 and scales == "none":
+        scales = "tensor"
+    case = replace(PATHS[path], cache_dtype=cache_dtype, scales=scales, dtype=dtype, head_dim=128)
+    prepare(case, "cuda").check()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_every_option_over_a_quantised_cache(path: str, options: dict) -> None:
+    case = replace(PATHS[path], cache_dtype=torch.float8_e4m3fn, scales="token", **options)
+    prepare(case, "cuda").check()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [(torch.float32, torch.float16), (torch.float32, torch.bfloat16), (torch.float16, torch.float32)],
+    ids=str,
+)
+def test_queries_and_caches_of_two_dtypes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    inputs = prepare(replace(MIXED, dtype=dtype, cache_dtype=cache_dtype), "cuda")
+    inputs.check()
+
+
+@pytest.mark.parametrize("block_size", [0, 16], ids=["packed", "paged"])
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_views_of_interleaved_memory(path: str, block_size: int, prefill_route: str) -> None:
+    prepare(replace(PATHS[path], interleaved=True, block_size=block_size), "cuda").check()
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_blocks_may_be_shared(path: str, prefill_route: str) -> None:
+    case = replace(PATHS[path], lens_k=(2000, 500, 400, 600, 900, 200, 300, 180, 181, 176, 200, 300)[:8],
+                   lens_q=PATHS[path].lens_q[:8])  # fmt: skip
+    prepare(case, "cuda", share=10).check()
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_one_long_among_many_short(path: str, prefill_route: str) -> None:
+    q, k = (1, 40) if path == "decode" else (30, 40)
+    case = Case((q,) * 100, (32768, *([k] * 99)), heads=(8, 2), head_dim=128)
+    prepare(case, "cuda").check()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_bounds_that_are_far_too_large(batch_invariant: bool) -> None:
+    """A captured step bounds lengths by what a sequence may ever reach, not by what it has."""
+    inputs = prepare(DECODE, "cuda")
+    right, _ = inputs.check(batch_invariant=batch_invariant)
+    out, _ = inputs.check(max_seqlen_q=8, max_seqlen_k=10**6, batch_invariant=batch_invariant)
+    if batch_invariant:
+        assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("path", PATHS)
+def test_every_option_in_batch_invariant_mode(path: str, options: dict) -> None:
+    prepare(replace(PATHS[path], **options), "cuda").check(batch_invariant=True)
+
+
+def test_an_empty_batch_and_no_rows() -> None:
+    for case in (Case((), ()), Case((0, 0), (3, 0)), Case((0, 0), (3, 0), block_size=0)):
+        out, lse = prepare(case, "cuda").run()
+        assert out.shape == (0, 4, 64)
+        assert lse.shape == (4, 0)
