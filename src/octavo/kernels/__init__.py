@@ -17,6 +17,7 @@ from octavo.kernels.kvcache import flash_attn_with_kvcache
 from octavo.kernels.linear import PackedWeight, embedding, linear, pack_weight
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.rotary import apply_rotary
+from octavo.kernels.triton.warm_up import warm_up
 
 __all__ = [
     "PackedWeight",
@@ -28,5 +29,6 @@ __all__ = [
     "pack_weight",
     "rms_norm",
     "silu_and_mul",
+    "warm_up",
     "write_kv_cache",
 ]

@@ -1,0 +1,110 @@
+"""Counts what Triton compiles, so that nothing compiles unnoticed while requests are served.
+
+::
+
+    with watch() as made:
+        engine.step()
+    print(made)              # [Made(kernel='_decode', ..., seconds=0.8, from_disk=False)]
+
+    with forbid_compiles():  # raises UnexpectedCompile, naming each kernel and what it was specialised for
+        engine.step()
+
+A specialisation that is loaded from Triton's cache on disk counts as well: it stops a request for less long,
+and on another machine it would have been compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Made:
+    """One specialisation of one kernel that this process did not have before.
+
+    Attributes:
+        kernel: name of the function.
+        key: what it was made for: argument types (with ``D`` where divisibility by 16 is used), constants and
+            options, as Triton writes them.
+        from_disk: loaded from the cache on disk rather than compiled.
+        seconds: how long the compiler took, by its own account; 0 from disk.
+    """
+
+    kernel: str
+    key: str
+    from_disk: bool
+    seconds: float
+
+
+class UnexpectedCompile(AssertionError):
+    """A kernel was compiled where everything was to be ready."""
+
+
+_watchers: list[list[Made]] = []
+_installing = threading.Lock()
+_installed = False
+_last_compile = threading.local()  # what the compiler reported of the specialisation it is about to hand over
+
+
+@contextmanager
+def watch() -> Iterator[list[Made]]:
+    """Collects, in the list it hands out, every specialisation made inside the block, in any thread."""
+    _install()
+    made: list[Made] = []
+    _watchers.append(made)
+    try:
+        yield made
+    finally:
+        _watchers[:] = [watcher for watcher in _watchers if watcher is not made]
+
+
+@contextmanager
+def forbid_compiles() -> Iterator[list[Made]]:
+    """`watch`, and raises `UnexpectedCompile` at the end of the block if the list is not empty."""
+    with watch() as made:
+        yield made
+    if made:
+        lines = [f"{one.kernel}: {one.key}{' (from disk)' if one.from_disk else ''}" for one in made]
+        raise UnexpectedCompile(f"compiled after warm-up, {len(made)} in all:\n  " + "\n  ".join(lines))
+
+
+def _install() -> None:
+    """Put our hooks before Triton's, once; hooks of others are still called."""
+    global _installed
+    with _installing:
+        if _installed:
+            return
+        _installed = True
+        from triton import knobs
+
+        others_hook, others_listener = knobs.runtime.jit_post_compile_hook, knobs.compilation.listener
+
+        def after_compile(**what: Any) -> Any:
+            if _watchers:
+                _record(what)
+            return others_hook(**what) if others_hook is not None else None
+
+        def listener(**what: Any) -> None:
+            times = what.get("times")
+            _last_compile.report = (bool(what.get("cache_hit")), getattr(times, "total", 0) / 1e6)
+            if others_listener is not None:
+                others_listener(**what)
+
+        knobs.runtime.jit_post_compile_hook = after_compile
+        knobs.compilation.listener = listener
+
+
+def _record(what: dict[str, Any]) -> None:
+    from_disk, seconds = getattr(_last_compile, "report", (False, 0.0))
+    _last_compile.report = (False, 0.0)
+    key = what.get("repr") or str(what.get("key", ""))
+    name = getattr(what.get("fn"), "name", "") or key.split("[")[0]
+    constants = (what.get("compile") or {}).get("constants") or {}
+    told = ", ".join(f"{name}={value}" for name, value in constants.items())
+    made = Made(name, f"{key} {{{told}}}" if told else key, from_disk, 0.0 if from_disk else seconds)
+    for watcher in _watchers:
+        watcher.append(made)

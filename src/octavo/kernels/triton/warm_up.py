@@ -1,0 +1,279 @@
+"""Has Triton compile, before the first request, what an engine will launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.triton import is_interpreted, unfit_reason
+from octavo.kernels.triton.monitor import watch
+
+if TYPE_CHECKING:
+    from octavo.kernels.triton.monitor import Made
+
+_THREADS = 8  # compile at once; the compiler lets go of Python's lock for most of its work
+
+
+def warm_up(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    block_size: int,
+    device: torch.device | str,
+    *,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 8192,
+    max_model_len: int = 40960,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    qk_norm: bool = False,
+    window_sizes: Sequence[tuple[int, int]] = ((-1, -1),),
+    softcap: float = 0.0,
+    sinks: bool = False,
+    alibi: bool = False,
+    scales: str = "none",
+    batch_invariant: bool = False,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    vocab_size: int | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+) -> list[Made]:
+    """Launch every kernel that a model of these dimensions uses, in all its variants, on tensors of its own.
+
+    Afterwards no call compiles anything, whatever its number of tokens, batch size or lengths up to the
+    bounds given here. What is compiled stays on disk (TRITON_CACHE_DIR), so the next start takes a second or
+    two. Allocates about as much as a step of `max_num_batched_tokens` tokens does, and frees it.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: of the attention layers (per device).
+        dtype: of activations. cache_dtype: of the KV cache. block_size: of the KV cache.
+        device: where. On a device that has no compiled kernels (the CPU) nothing happens.
+        max_num_seqs, max_num_batched_tokens, max_model_len: the largest batch, step and length.
+        rotary_dim: channels that RoPE turns; None = all of head_dim, 0 = no RoPE.
+        interleaved: as in `apply_rotary`.      qk_norm: heads of q and k are normalised first.
+        window_sizes: one entry for each kind of layer.      softcap: 0 = none.
+        sinks, alibi: whether the layers have them.
+        scales: of a quantised cache: "none", "tensor" (one float each for K and V) or "token" (per token and
+            head).
+        batch_invariant: as in `flash_attn_varlen_func`.
+        hidden_size: for rms_norm.      intermediate_size: for silu_and_mul.
+        vocab_size, logits_dtype: for sample. None leaves that kernel out, as with the two sizes above.
+
+    Returns:
+        What had to be compiled or loaded from disk, for the log.
+
+    Raises:
+        UnsupportedKernelConfig, KernelArgumentError: the kernels cannot do this; as a first step would.
+    """
+    device = torch.device(device)
+    if device.type not in ("cuda", "xpu") or unfit_reason(device.type) is not None or is_interpreted():
+        return []
+    device = torch.empty(0, device=device).device  # with its index
+    model = _Model(
+        num_heads, num_kv_heads, head_dim, dtype, cache_dtype, block_size, device,
+        max_num_seqs, max_num_batched_tokens, max_model_len,
+        head_dim if rotary_dim is None else rotary_dim, interleaved, qk_norm, tuple(window_sizes), softcap,
+        sinks, alibi, scales, batch_invariant, hidden_size, intermediate_size, vocab_size, logits_dtype,
+    )  # fmt: skip
+    with watch() as made, torch.inference_mode():
+        _run_all(_jobs(model), device)
+        torch.accelerator.synchronize(device)
+    return made
+
+
+@dataclass(frozen=True)
+class _Model:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    block_size: int
+    device: torch.device
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    rotary_dim: int
+    interleaved: bool
+    qk_norm: bool
+    window_sizes: tuple[tuple[int, int], ...]
+    softcap: float
+    sinks: bool
+    alibi: bool
+    scales: str
+    batch_invariant: bool
+    hidden_size: int | None
+    intermediate_size: int | None
+    vocab_size: int | None
+    logits_dtype: torch.dtype
+
+    def token_counts(self) -> list[int]:
+        """1, both sides of every power of two, and the largest step."""
+        return _around_powers(self.max_num_batched_tokens)
+
+    def qkv(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """q, k and v as the layers have them: slices of one fused projection."""
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        shape = (num_tokens, sum(heads), self.head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device).split_with_sizes(heads, dim=1)
+
+    def caches(self) -> tuple[Tensor, Tensor]:
+        shape = (2, self.block_size, self.num_kv_heads, self.head_dim)
+        k_cache, v_cache = torch.zeros((2, *shape), device=self.device).to(self.cache_dtype)
+        return k_cache, v_cache
+
+    def cache_scales(self) -> dict[str, Any]:
+        if self.scales == "none":
+            return {}
+        if self.scales == "tensor":
+            return {"k_scale": 1.0, "v_scale": 1.0}
+        ones = torch.ones((2, 2, self.block_size, self.num_kv_heads), device=self.device)
+        return {"k_scale": ones[0], "v_scale": ones[1]}
+
+
+def _around_powers(largest: int) -> list[int]:
+    sizes = {1, largest}
+    power = 2
+    while power <= largest:
+        sizes |= {power - 1, power, min(power + 1, largest)}
+        power *= 2
+    return sorted(sizes)
+
+
+def _run_all(jobs: Iterator[Callable[[], object]], device: torch.device) -> None:
+    def run(job: Callable[[], object]) -> None:
+        with torch.accelerator.device_index(device.index), torch.inference_mode():
+            job()
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(run, job) for job in jobs]:
+            done.result()
+
+
+def _jobs(model: _Model) -> Iterator[Callable[[], object]]:
+    """Independent pieces of work, the slowest to compile first."""
+    for window in model.window_sizes:
+        yield functools.partial(_prefill, model, window)
+        yield functools.partial(_decode, model, window)
+    if model.vocab_size is not None:
+        yield functools.partial(_sample, model, with_filters=True)
+        yield functools.partial(_sample, model, with_filters=False)
+    yield functools.partial(_write, model)
+    yield functools.partial(_small, model)
+
+
+def _attend(model: _Model, window: tuple[int, int], lens_q: list[int], bound_q: int, bound_k: int) -> None:
+    """Causal attention of new sequences, with the bounds of longer ones: grids follow the bounds."""
+    from octavo.kernels import flash_attn_varlen_func
+
+    q, _, _ = model.qkv(sum(lens_q))
+    k_cache, v_cache = model.caches()
+    sums = torch.tensor([0, *lens_q], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(model.device)
+    width = -(-max(model.max_model_len, bound_k) // model.block_size)
+    table = torch.zeros((len(lens_q), width), dtype=torch.int32, device=model.device)
+    heads = model.num_heads
+    options = model.cache_scales()
+    if model.batch_invariant:
+        options["batch_invariant"] = True
+    flash_attn_varlen_func(
+        q,
+        k_cache,
+        v_cache,
+        sums,
+        sums,
+        bound_q,
+        bound_k,
+        causal=True,
+        window_size=window,
+        softcap=model.softcap,
+        sinks=torch.zeros(heads, device=model.device) if model.sinks else None,
+        alibi_slopes=torch.zeros(heads, device=model.device) if model.alibi else None,
+        block_table=table,
+        **options,
+    )
+
+
+def _decode(model: _Model, window: tuple[int, int]) -> None:
+    short = 8  # longest query that the decode kernels take
+    lengths = _around_powers(model.max_model_len)
+    for batch in _around_powers(model.max_num_seqs):
+        for bound_k in lengths if batch in (1, 2, 16) else (*lengths[::7], model.max_model_len):
+            _attend(model, window, [1] * batch, 1, bound_k)
+    for length in range(2, short + 1):
+        for batch in (1, 2, 3, 16, model.max_num_seqs):
+            if batch <= model.max_num_seqs and batch * length <= model.max_num_batched_tokens:
+                for bound_k in (length, 1024, model.max_model_len):
+                    _attend(model, window, [length] * batch, length, max(length, bound_k))
+
+
+def _prefill(model: _Model, window: tuple[int, int]) -> None:
+    longest = min(model.max_num_batched_tokens, model.max_model_len)
+    for length in (size for size in _around_powers(longest) if size > 8):
+        for bound_k in {length, model.max_model_len}:
+            _attend(model, window, [length], length, bound_k)
+            if length < model.max_num_batched_tokens and model.max_num_seqs > 1:
+                _attend(model, window, [length, 1], length, bound_k)
+    for batch in _around_powers(min(model.max_num_seqs, model.max_num_batched_tokens // 9)):
+        _attend(model, window, [9] * batch, 9, model.max_model_len)
+
+
+def _write(model: _Model) -> None:
+    from octavo.kernels import rotate_and_write_kv_cache, write_kv_cache
+
+    k_cache, v_cache = model.caches()
+    weight = torch.ones(model.head_dim, dtype=model.dtype, device=model.device)
+    weights: dict[str, Any] = {"q_weight": weight, "k_weight": weight, "eps": 1e-6} if model.qk_norm else {}
+    table = torch.zeros((max(model.max_model_len, 1), model.rotary_dim), device=model.device)
+    for num_tokens in model.token_counts():
+        q, k, v = model.qkv(num_tokens)
+        places = torch.zeros(num_tokens, dtype=torch.int64, device=model.device)
+        nowhere = torch.full_like(places, -1)
+        scales = model.cache_scales()
+        write_kv_cache(k, v, k_cache, v_cache, nowhere, **scales)
+        if model.rotary_dim:
+            how = {"interleaved": model.interleaved, **weights, **scales}
+            rotate_and_write_kv_cache(q, k, v, table, places, k_cache, v_cache, nowhere, **how)
+
+
+def _small(model: _Model) -> None:
+    from octavo.kernels import rms_norm, silu_and_mul
+
+    for num_tokens in model.token_counts():
+        if model.hidden_size is not None:
+            x = torch.zeros((num_tokens, model.hidden_size), dtype=model.dtype, device=model.device)
+            weight = torch.ones(model.hidden_size, dtype=model.dtype, device=model.device)
+            rms_norm(x, weight, 1e-6)
+            rms_norm(x, weight, 1e-6, residual=x)
+        if model.intermediate_size is not None:
+            silu_and_mul(
+                torch.zeros((num_tokens, 2 * model.intermediate_size), dtype=model.dtype, device=model.device)
+            )
+
+
+def _sample(model: _Model, *, with_filters: bool) -> None:
+    from octavo.kernels import sample
+
+    assert model.vocab_size is not None
+    for rows in _around_powers(model.max_num_seqs):
+        logits = torch.zeros((rows, model.vocab_size), dtype=model.logits_dtype, device=model.device)
+        ones = torch.ones(rows, device=model.device)
+        zeros = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        top_k = torch.full((rows,), 20, dtype=torch.int32, device=model.device)
+        filters = {"top_k": top_k, "top_p": 0.5 * ones, "min_p": 0.1 * ones}
+        for return_logprobs in (False, True):
+            sample(
+                logits,
+                temperature=ones,
+                seeds=zeros,
+                positions=zeros,
+                return_logprobs=return_logprobs,
+                **(filters if with_filters else dict.fromkeys(filters)),
+            )
