@@ -1,0 +1,71 @@
+"""Attention on a GPU: which kernels a call needs. A sequence's own number of rows decides, on the device.
+
+Sequences of at most SHORT query rows are `decode.py`'s, the others `prefill.py`'s:
+each kernel skips what is not its own, so a mixed batch is two launches over the same arguments, no length is
+read by the host, and a row's bits do not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.triton import decode, prefill
+from octavo.kernels.triton.tiles import SHORT
+
+_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CACHE_DTYPES = (*_QUERY_DTYPES, torch.float8_e4m3fn, torch.int8)
+_MAX_HEAD_DIM = 256
+
+
+def supports(q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> str | None:
+    """None when these kernels can do it, else why not."""
+    if q_dtype not in _QUERY_DTYPES:
+        return f"no Triton kernel for {q_dtype}"
+    if cache_dtype not in _CACHE_DTYPES:
+        return f"no Triton kernel for {cache_dtype}"
+    if head_dim > _MAX_HEAD_DIM:
+        return f"head_dim is over {_MAX_HEAD_DIM}"
+    return None
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    block_table: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    leftpad: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """Fill `out` (Tq, H, D) and `lse` (H, Tq); `octavo.kernels.attention` says what they mean."""
+    num_rows, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
+    if num_rows == 0 or batch < 1:
+        return
+    longest = min(max_seqlen_q, num_rows)
+    kernels = []
+    if longest <= SHORT or batch > 1:
+        kernels.append(decode.decode_attention)
+    if longest > SHORT:
+        kernels.append(prefill.prefill_attention)
+    for kernel in kernels:
+        kernel(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, longest, max_seqlen_k,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, block_table=block_table, out=out, lse=lse,
+            k_scale=k_scale, v_scale=v_scale, leftpad=leftpad, batch_invariant=batch_invariant,
+        )  # fmt: skip

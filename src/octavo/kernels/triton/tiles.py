@@ -1,0 +1,178 @@
+"""What every attention kernel here does to one tile of keys: find it, load it, score it, mask it, weigh it.
+
+Shapes: M query rows, N keys, D = head_dim rounded up to a power of two. Scores and maxima are in the log2
+domain, so that exp2 needs no factor. A *partial* is (acc, high, total): `high` (M,) the highest score, acc
+(M, D) the weighted values and `total` (M,) the sum of the weights, both relative to it. That of no keys is
+(0, -inf, 0).
+
+Keys of one tile are named by a block id and a slot: element = block * stride_block + slot * stride_slot.
+BLOCK_SIZE is that of a paged cache, or 0 when a sequence's keys lie in one run: a contiguous cache (block =
+its row, slot = key) or packed keys (block = 0, slot = first row of the sequence + key).
+
+A product that is added to something is written as `fma`: which of two products a compiler contracts must not
+depend on the kernel around it, or batch-invariant rows would differ between prefill and decode.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+SHORT = 8  # sequences of at most so many query rows are decode's, longer ones are prefill's
+# Batch-invariant mode: keys are cut at multiples of these, wherever the batch and its chunks begin and end.
+INVARIANT_TILE = 64
+INVARIANT_CHUNK = 1024
+
+# How a quantised cache's scales come: none (or folded into a float), one in memory, one per token and head.
+NO_SCALE = 0
+ONE_SCALE = 1
+TOKEN_SCALES = 2
+_TOKEN_SCALES: tl.constexpr = tl.constexpr(TOKEN_SCALES)
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def places(table_row, run_block, run_slot, start, seen, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block (int64) and slot of keys start .. start + BLOCK_N - 1; `start` is a multiple of BLOCK_N.
+
+    Of the table only entries of keys that are `seen` (N,) are read, and at least one of them must be.
+    `run_block` (int64) and `run_slot` are for keys in one run (BLOCK_SIZE 0), `table_row` for the others.
+    """
+    offsets = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE == 0:
+        block = run_block
+        slot = run_slot + start + offsets
+    elif BLOCK_SIZE >= BLOCK_N:  # the tile lies in one block
+        block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
+        slot = start % BLOCK_SIZE + offsets
+    else:
+        keys = start + offsets
+        block = tl.load(table_row + keys // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        slot = keys % BLOCK_SIZE
+    return block, slot
+
+
+@triton.jit
+def load_tile(
+    head, block, slot, seen, stride_block, stride_slot,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Keys or values (N, BLOCK_D) in the dtype COMPUTE; 0 past HEAD_DIM and, if MASKED, where not `seen`.
+
+    `head` points at the head in block 0, slot 0. Without MASKED every key of the tile must be readable.
+    """
+    rows = block * stride_block + slot.to(tl.int64) * stride_slot
+    dims = tl.arange(0, BLOCK_D)
+    addresses = head + rows[:, None] + dims[None, :]
+    if MASKED:
+        if HEAD_DIM == BLOCK_D:
+            tile = tl.load(addresses, mask=seen[:, None], other=0.0)
+        else:
+            tile = tl.load(addresses, mask=seen[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        tile = tl.load(addresses)
+    else:
+        tile = tl.load(addresses, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return tile.to(COMPUTE)
+
+
+@triton.jit
+def load_token_scales(head, block, slot, seen, stride_block, stride_slot):
+    """The scales (N,) of one tile; 1 where not `seen`, and for the scale 0 of a token that is all 0."""
+    scales = tl.load(head + block * stride_block + slot.to(tl.int64) * stride_slot, mask=seen, other=1.0)
+    return tl.where(scales == 0.0, 1.0, scales)
+
+
+@triton.jit
+def visible(positions, keys, first, last, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """(M, N): which rows, at `positions` (M,), see which `keys` (N,) from `first` to below `last`."""
+    mask = ((keys >= first) & (keys < last))[None, :]
+    if HAS_RIGHT:
+        mask = mask & (keys[None, :] <= positions[:, None] + right)
+    if HAS_LEFT:
+        mask = mask & (keys[None, :] >= positions[:, None] - left)
+    return mask
+
+
+@triton.jit
+def scores(
+    products, scale, softcap, slopes, positions, keys, k_scales, v_scales,
+    PLAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Scores (M, N) from products (M, N) of queries and keys; `absorb` takes them with the same PLAIN.
+
+    PLAIN: nothing but a positive `scale`; the products come back as they are, and `absorb` multiplies while
+    it subtracts. A value's scale joins the score as its logarithm: the weight p * v_scale is then at most 1
+    and keeps its precision in 16 bits.
+    """
+    if PLAIN:
+        return products
+    s = products * scale
+    if K_SCALES == _TOKEN_SCALES:
+        s = s * k_scales[None, :]
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x): right at both ends, where e^2x is 0 or inf
+        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s * (2.0 * _LOG2_E / softcap)))
+    if HAS_ALIBI:
+        s = s - slopes[:, None] * tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
+    s = s * _LOG2_E
+    if V_SCALES == _TOKEN_SCALES:
+        s = s + tl.log2(v_scales)[None, :]
+    return s
+
+
+@triton.jit
+def absorb(
+    s, acc, high, total, scale, v_scales, PLAIN: tl.constexpr, MASKED: tl.constexpr, V_SCALES: tl.constexpr
+):  # fmt: skip
+    """One step of the online softmax: weights (M, N) of the scores, and the partial made relative to them.
+
+    The caller adds weights @ values to acc. MASKED: scores may be -inf, a whole row of them too.
+    """
+    tile_high = tl.max(s, 1)
+    if PLAIN:
+        tile_high = tile_high * (scale * _LOG2_E)
+    new_high = tl.maximum(high, tile_high)
+    base = new_high
+    if MASKED:
+        base = tl.where(new_high == float("-inf"), 0.0, new_high)  # -inf - -inf is NaN
+    if PLAIN:
+        p = tl.exp2(tl.fma(s, scale * _LOG2_E, -base[:, None]))
+    else:
+        p = tl.exp2(s - base[:, None])
+    shrink = tl.exp2(high - base)
+    if V_SCALES == _TOKEN_SCALES:
+        total = tl.fma(total, shrink, tl.sum(p / v_scales[None, :], 1))
+    else:
+        total = tl.fma(total, shrink, tl.sum(p, 1))
+    return p, acc * shrink[:, None], new_high, total
+
+
+@triton.jit
+def merge(acc_a, high_a, total_a, acc_b, high_b, total_b):
+    """One partial of two. Exactly the other one where one of them is that of no keys."""
+    high = tl.maximum(high_a, high_b)
+    base = tl.where(high == float("-inf"), 0.0, high)
+    a, b = tl.exp2(high_a - base), tl.exp2(high_b - base)
+    return tl.fma(acc_a, a[:, None], acc_b * b[:, None]), high, tl.fma(total_a, a, total_b * b)
+
+
+@triton.jit
+def finish(acc, high, total, sinks, value_scale, HAS_SINKS: tl.constexpr):
+    """Output (M, D) and natural LSE (M,) of a partial of all keys; 0 and -inf for a row without keys.
+
+    `sinks` (M,) float32 join the denominator here, once; `value_scale` is the scale of all values.
+    """
+    empty = total == 0.0
+    if HAS_SINKS:
+        top = tl.maximum(high, sinks * _LOG2_E)
+        shrink = tl.exp2(high - top)
+        total = tl.fma(total, shrink, tl.exp2(sinks * _LOG2_E - top))
+    else:
+        top = high
+        shrink = 1.0
+    factor = value_scale * shrink / tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * _LN_2)
+    return acc * tl.where(empty, 0.0, factor)[:, None], lse
