@@ -1,4 +1,4 @@
-"""What needs an NVIDIA GPU: `scripts/test tests/gpu`, or `python -m pytest tests/gpu` with src on the path."""
+"""Tests that need an NVIDIA GPU: `scripts/test tests/gpu`, or `python -m pytest tests/gpu`."""
 
 from collections.abc import Iterator
 from pathlib import Path

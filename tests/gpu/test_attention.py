@@ -1,4 +1,4 @@
-"""Attention on the GPU against the formula in float64: every option, dtype, block size and head on every path."""
+"""Attention on the GPU against the formula in float64: each option, dtype and shape on each path."""
 
 from dataclasses import replace
 
