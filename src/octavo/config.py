@@ -11,7 +11,9 @@ from octavo.errors import ConfigError, nearest
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS: Final = (None, "float16", "int8")
-DEVICES: Final = ("auto", "cpu")
+DEVICES: Final = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES: Final = (*DTYPES, "fp8", "int8")
+QUANTIZED_KV_CACHE_DTYPES: Final = ("fp8", "int8")
 
 MAX_NUMBER: Final = 2**40
 """No count or length is larger; what fits in memory is smaller still, and said when it does not."""
@@ -24,10 +26,11 @@ class EngineConfig:
     """Everything that shapes an engine, under vLLM's names where vLLM has one.
 
     model: local folder, GGUF file, Hugging Face repo id, or a built-in name.
-    dtype: of activations and unquantised weights; ``auto`` is float32 on a CPU.
-    device: ``auto`` or ``cpu``.
+    dtype: of activations and unquantised weights; ``auto`` is float32 on a CPU, and on a GPU the
+        checkpoint's own, or bfloat16 where it has none (GGUF).
+    device: ``cpu``, ``cuda``, or ``auto``: cuda where there is one.
     load_format: ``auto`` looks at what is there; ``dummy`` fills seeded random weights.
-    quantization: how linear weights are held: None (as `dtype`), ``float16``, ``int8`` (weight only).
+    quantization: how linear weights are held: None (as `dtype`), ``float16``, ``int8`` (weight only; CPU).
     revision: branch, tag or commit of a repo id.
     max_model_len: longest prompt plus output, in tokens; None takes the model's own limit.
     max_num_seqs: most sequences running at once.
@@ -38,10 +41,11 @@ class EngineConfig:
     block_size: tokens per KV block, a power of two.
     num_blocks / kv_cache_memory: size of the KV cache in blocks, or in bytes (``"2GiB"`` or a number); give
         at most one. With neither it is sized from free memory.
-    kv_cache_dtype: of the KV cache; ``auto`` is `dtype`.
+    kv_cache_dtype: of the KV cache; ``auto`` is `dtype`. ``fp8`` (e4m3) and ``int8``, with one scale per
+        token and head, halve it; they need a GPU.
     seed: of dummy weights and of requests that bring no seed of their own.
-    num_threads: CPU threads for the model; None takes every core this process may use.
-    enforce_eager: no CUDA graphs. A CPU has none, so here both values mean the same.
+    num_threads: CPU threads for a model on the CPU; None takes every core this process may use.
+    enforce_eager: no CUDA graphs. There are none yet, so both values mean the same.
     tensor_parallel_size: 1 is the only value so far.
     trace: file that receives one JSON line per step.
     """
@@ -84,7 +88,7 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a non-empty path or name, got {self.model!r}")
         check_choice("dtype", self.dtype, DTYPES)
-        check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("device", self.device, DEVICES)
@@ -121,6 +125,29 @@ class EngineConfig:
     def replace(self, **changes: Any) -> EngineConfig:
         """A new config with some values changed; checked like any other."""
         return replace(self, **changes)
+
+    def on_device(self, device: str) -> EngineConfig:
+        """This config with `device` settled ("cpu" or "cuda").
+
+        ConfigError names an option that this device has no use for.
+        """
+        here = "" if self.device == device else f", and device={self.device!r} is {device} here"
+        if device == "cpu" and self.kv_cache_dtype in QUANTIZED_KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} needs a GPU{here}; "
+                "on a CPU use 'float16' to halve the cache"
+            )
+        if device != "cpu" and self.quantization is not None:
+            raise ConfigError(
+                f"quantization={self.quantization!r} is a form of weights for the CPU{here}; leave it out "
+                "(the weights are then held in dtype), or pass device='cpu'"
+            )
+        if device != "cpu" and self.num_threads is not None:
+            raise ConfigError(
+                f"num_threads={self.num_threads} is for a model on the CPU{here}; leave it out, or pass "
+                "device='cpu'"
+            )
+        return self.replace(device=device)
 
     def _positive_int(self, name: str) -> None:
         value = getattr(self, name)

@@ -19,6 +19,7 @@ from octavo.engine.core import Engine, EngineStats
 from octavo.engine.request import Request
 from octavo.errors import CapacityError, EngineError, ModelError, RequestError
 from octavo.kernels.cpu.threads import configure as configure_threads
+from octavo.models.device import resolve_device
 from octavo.models.registry import load_model
 from octavo.models.source import resolve_model
 from octavo.outputs import RequestOutput, StreamChunk
@@ -53,6 +54,8 @@ class LLM:
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options(model, **options)
+        device = resolve_device(config.device)
+        config.on_device(device.type)  # refuses what this device has no use for
         if config.kv_cache_memory is not None:  # said before the weights load, not after
             config = config.replace(kv_cache_memory=parse_memory(config.kv_cache_memory))
         source = resolve_model(
@@ -65,10 +68,12 @@ class LLM:
             if config.load_format != "dummy":
                 raise
             tokenizer = None  # random weights have nothing to say: token ids in, token ids out
-        configure_threads(config.num_threads)
+        if device.type == "cpu":
+            configure_threads(config.num_threads)
         loaded = load_model(
             source,
             dtype=config.dtype,
+            device=device,
             load_format=config.load_format,
             quantization=config.quantization,
             seed=config.seed,
@@ -179,7 +184,7 @@ class LLM:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Abort what still runs and refuse what comes. Closing twice is a no-op."""
+        """Abort what still runs, give the memory back and refuse what comes. Closing twice is a no-op."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -15,13 +15,19 @@ SPECS = {
     "float8": KVCacheSpec(3, 2, 8, "float8_e4m3"),
     "int8": KVCacheSpec(3, 2, 8, "int8"),
     "narrow v": KVCacheSpec(3, 2, 8, value_head_dim=4),
+    "float8, scales": KVCacheSpec(3, 2, 8, "float8_e4m3", scales="token_head"),
+    "int8, scales, block 1": KVCacheSpec(3, 2, 8, "int8", block_size=1, scales="token_head"),
 }
+
+
+def tensors_of(cache: KVCache) -> list[torch.Tensor]:
+    return [tensor for layer in cache.layers for tensor in layer if tensor is not None]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_it_allocates_what_the_spec_says_and_nothing_more(spec: KVCacheSpec) -> None:
     cache = KVCache(spec, 5)
-    tensors = [tensor for pair in cache.layers for tensor in pair]
+    tensors = tensors_of(cache)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert sum(storages.values()) == cache.nbytes == spec.bytes_per_block * 5
     assert cache.nbytes == request_bytes(spec, 5 * spec.block_size)
@@ -30,10 +36,22 @@ def test_it_allocates_what_the_spec_says_and_nothing_more(spec: KVCacheSpec) -> 
 def test_the_layout_of_a_layer() -> None:
     cache = KVCache(KVCacheSpec(3, 2, 8, "int8", value_head_dim=4), 5)
     assert len(cache.layers) == 3
-    k, v = cache.layers[1]
+    k, v, k_scale, v_scale = cache.layers[1]
     assert (k.shape, v.shape) == ((5, 16, 2, 8), (5, 16, 2, 4))
     assert k.dtype == v.dtype == torch.int8
     assert k.is_contiguous()
+    assert k_scale is v_scale is None
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "int8"])
+def test_a_quantised_cache_has_a_scale_for_each_token_and_head(dtype: str) -> None:
+    cache = KVCache(KVCacheSpec(3, 2, 8, dtype, scales="token_head"), 5)
+    assert len(cache.layers) == 3
+    _, _, k_scale, v_scale = cache.layers[2]
+    for scale in (k_scale, v_scale):
+        assert scale is not None
+        assert (scale.shape, scale.dtype) == ((5, 16, 2), torch.float32)
+        assert scale.is_contiguous()
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
@@ -52,11 +70,11 @@ def test_blocks_are_copied_in_order(
     spec: KVCacheSpec, copies: list[tuple[int, int]], result: list[int]
 ) -> None:
     cache = KVCache(spec, 5)
-    for tensor in (tensor for pair in cache.layers for tensor in pair):
+    for tensor in tensors_of(cache):
         for block_id in range(5):
             tensor[block_id] = torch.full(tensor.shape[1:], block_id + 1).to(tensor.dtype)
     cache.copy_blocks(copies)
-    for tensor in (tensor for pair in cache.layers for tensor in pair):
+    for tensor in tensors_of(cache):
         for block_id, source in enumerate(result):
             assert torch.all(tensor[block_id].float() == source + 1)
 

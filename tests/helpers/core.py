@@ -45,6 +45,9 @@ class FakeRunner:
             token_ids[j] = NO_TOKEN
         return SamplerOutput(token_ids, logprobs, errors)
 
+    def close(self) -> None:
+        pass
+
 
 def make_engine(*, trace: str | None = None, poison: dict[int, str] | None = None, **limits: int) -> Engine:
     limits = {

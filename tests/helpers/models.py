@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from octavo.cache.storage import LayerCache
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.models.registry import LoadedModel
 
@@ -70,7 +71,7 @@ class PagedDriver:
         self.block_size = block_size
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         unwritten = torch.full(shape, torch.nan, dtype=loaded.dtype)
-        self.kv_caches = [(unwritten.clone(), unwritten.clone()) for _ in range(config.num_layers)]
+        self.kv_caches = [LayerCache(unwritten.clone(), unwritten.clone()) for _ in range(config.num_layers)]
         self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}

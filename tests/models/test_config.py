@@ -251,7 +251,8 @@ def test_what_is_wrong_or_unsupported_is_named(changes: dict[str, Any], message:
 def test_the_base_of_those_errors_is_a_good_config() -> None:
     config = config_of()
     assert (config.num_layers, config.rms_norm_eps, config.tie_word_embeddings) == (4, 1e-6, None)
-    assert config.dtype == "float32"
+    assert config.dtype is None
+    assert config_of(dtype="float8_e4m3fn").dtype is None
     assert config_of(torch_dtype="bfloat16").dtype == "bfloat16"
     assert config_of(dtype="float16", torch_dtype="bfloat16").dtype == "float16"
 

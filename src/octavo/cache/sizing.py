@@ -11,7 +11,9 @@ from octavo.cache.spec import KVCacheSpec
 from octavo.errors import CapacityError, ConfigError
 
 DEFAULT_MEMORY_SHARE = 0.4
-"""Share of the memory available after loading the weights that the cache takes when nobody says a size."""
+"""Share of the main memory left by the weights that the cache takes when nobody says a size."""
+DEFAULT_DEVICE_MEMORY_SHARE = 0.9
+"""The same share of a GPU's memory, which few others use, once weights and the largest step have theirs."""
 
 _UNITS: dict[str, int] = {
     "": 1,
@@ -153,14 +155,15 @@ def resolve_num_blocks(
     num_blocks: int | None = None,
     memory_bytes: int | None = None,
     free_bytes: int | None = None,
+    share: float = DEFAULT_MEMORY_SHARE,
     max_model_len: int,
     max_num_seqs: int,
 ) -> int:
     """Blocks the engine's cache shall have.
 
-    A stated `num_blocks` or `memory_bytes` is taken as it is. Otherwise the cache gets `DEFAULT_MEMORY_SHARE`
-    (40 %) of `free_bytes`, the memory available once the weights are loaded (default:
-    `available_memory_bytes()`), but not more than `max_num_seqs` requests of `max_model_len` tokens need.
+    A stated `num_blocks` or `memory_bytes` is taken as it is. Otherwise the cache gets `share` of
+    `free_bytes`, the memory available once the weights are loaded (default: `available_memory_bytes()`), but
+    not more than `max_num_seqs` requests of `max_model_len` tokens need.
     CapacityError when that is not even one block.
     """
     if num_blocks is not None:
@@ -172,7 +175,7 @@ def resolve_num_blocks(
         resolved = num_blocks_for_bytes(spec, budget)
     else:
         free_bytes = available_memory_bytes() if free_bytes is None else free_bytes
-        budget, name = int(free_bytes * DEFAULT_MEMORY_SHARE), f"{DEFAULT_MEMORY_SHARE:.0%} of free memory"
+        budget, name = int(max(0, free_bytes) * share), f"{share:.0%} of free memory"
         most = max_num_seqs * blocks_for_tokens(max_model_len, spec.block_size)
         resolved = min(most, num_blocks_for_bytes(spec, budget))
     if resolved < 1:

@@ -1,12 +1,14 @@
 """The tensors of the KV cache.
 
-One allocation for all K and one for all V: `(num_layers, num_blocks, block_size, num_kv_heads, head_dim)`. A
-layer sees its contiguous slice of each; copying a block is one operation over all layers.
+One allocation for all K and one for all V: `(num_layers, num_blocks, block_size, num_kv_heads, head_dim)`,
+and likewise for their scales, where there are any, without the last dimension. A layer sees its contiguous
+slice of each; copying a block is one operation over all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -22,14 +24,28 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 
+class LayerCache(NamedTuple):
+    """What one layer of a model writes to and reads from.
+
+    k, v: (num_blocks, block_size, num_kv_heads, head_dim). k_scale, v_scale: (num_blocks, block_size,
+    num_kv_heads) float32, the scale of each token's head; only for a quantised cache, where a value is what
+    is stored times its scale.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
 class KVCache:
     """`num_blocks` blocks on `device`, uninitialised: no kernel reads what nothing has written.
 
-    `layers[i]` is `(k_cache, v_cache)` of layer i, each `(num_blocks, block_size, num_kv_heads, head_dim)`
-    and contiguous (V ends in `value_head_dim`). `nbytes` is `spec.bytes_per_block * num_blocks` exactly. The
-    caches are written in place by the kernels. CapacityError when the device cannot give the memory.
+    `layers[i]` is the cache of layer i; all its tensors are contiguous (V ends in `value_head_dim`). `nbytes`
+    is `spec.bytes_per_block * num_blocks` exactly. The caches are written in place by the kernels.
+    CapacityError when the device cannot give the memory.
 
-    A spec with scales per token and head or without V is for sizing only: no kernel reads such a cache.
+    A spec without V is for sizing only: no kernel reads such a cache.
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | torch.device = "cpu") -> None:
@@ -39,19 +55,22 @@ class KVCache:
         slots = (spec.num_layers, num_blocks, spec.block_size)
         dtype = _TORCH_DTYPES[spec.dtype]
         assert spec.value_width > 0
-        assert not spec.has_token_scales
         try:
             self._tensors = [
                 torch.empty((*slots, spec.num_kv_heads, width), dtype=dtype, device=self.device)
                 for width in (spec.head_dim, spec.value_width)
             ]
+            if spec.has_token_scales:
+                self._tensors += [
+                    torch.empty((*slots, spec.num_kv_heads), dtype=torch.float32, device=self.device)
+                    for _ in range(2)
+                ]
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"{self.device} cannot give {num_blocks * spec.bytes_per_block:,} bytes for {num_blocks} KV "
                 f"cache blocks; lower num_blocks, kv_cache_memory, max_model_len or max_num_seqs"
             ) from error
-        k, v = self._tensors
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = list(zip(k.unbind(), v.unbind(), strict=True))
+        self.layers = [LayerCache(*parts) for parts in zip(*self._tensors, strict=True)]
 
     @property
     def nbytes(self) -> int:

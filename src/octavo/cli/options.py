@@ -33,8 +33,8 @@ class EngineOptions:
     """What `LLM(...)` is given; names as in `octavo.config.EngineConfig`."""
 
     dtype: Annotated[str | None, _engine("auto, float32, bfloat16 or float16.")] = None
-    quantization: Annotated[str | None, _engine("Weights kept smaller: float16 or int8.")] = None
-    device: Annotated[str | None, _engine("auto or cpu.")] = None
+    quantization: Annotated[str | None, _engine("Weights kept smaller on a CPU: float16 or int8.")] = None
+    device: Annotated[str | None, _engine("auto, cpu or cuda.")] = None
     load_format: Annotated[str | None, _engine("auto, safetensors, gguf, or dummy (random weights).")] = None
     revision: Annotated[str | None, _engine("Branch, tag or commit of a Hugging Face repo id.")] = None
     max_model_len: Annotated[int | None, _engine("Most tokens a request may have, prompt and answer.")] = None
@@ -43,7 +43,9 @@ class EngineOptions:
     block_size: Annotated[int | None, _engine("Tokens per cache block, a power of two.")] = None
     num_blocks: Annotated[int | None, _engine("Cache blocks, instead of a memory budget.")] = None
     kv_cache_memory: Annotated[str | None, _engine("Cache budget, such as 2GiB.")] = None
-    kv_cache_dtype: Annotated[str | None, _engine("Type of the cached keys and values.")] = None
+    kv_cache_dtype: Annotated[
+        str | None, _engine("Cached keys and values: auto, a dtype, or fp8 or int8 on a GPU.")
+    ] = None
     no_prefix_caching: Annotated[bool, _engine("Compute every prompt in full.", "--no-prefix-caching")] = (
         False
     )

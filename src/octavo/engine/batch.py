@@ -1,4 +1,7 @@
-"""From a schedule to the index tensors of a step: which tokens, where they stand, which slots they take."""
+"""From a schedule to the index tensors of a step: which tokens, where they stand, which slots they take.
+
+All of them are parts of one buffer, so that a step moves to the device in one copy.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import torch
 
 from octavo.engine.schedule import Schedule
 from octavo.layers.attention_metadata import AttentionMetadata
+
+# Triton compiles apart for addresses that divide by 16 and for those that do not.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +47,15 @@ class BatchBuilder:
         num_rows: int,
         max_blocks_per_row: int,
         block_size: int,
+        device: torch.device | None = None,
     ) -> None:
         self._block_table_of = block_table
         self._block_size = block_size
+        self._device = device or torch.device("cpu")
         self._table = np.full((num_rows, max_blocks_per_row), -1, dtype=np.int32)
 
     def build(self, plan: Schedule) -> Batch:
+        """The tensors of one step. On a GPU they are under way when this returns; nothing waits for them."""
         num_new = np.array(plan.num_new_tokens, dtype=np.int64)
         starts = np.array([seq.num_computed_tokens for seq in plan.sequences], dtype=np.int64)
         rows = self._sync_rows(plan)
@@ -56,22 +65,16 @@ class BatchBuilder:
         positions = np.arange(plan.num_tokens) + np.repeat(starts - cu_seqlens_q[:-1], num_new)
         block_ids = self._table[np.repeat(rows, num_new), positions // self._block_size]
         slots = block_ids.astype(np.int64) * self._block_size + positions % self._block_size
-        max_seqlen_k = int(ends.max())
-        num_columns = -(-max_seqlen_k // self._block_size)
-        metadata = AttentionMetadata(
-            slot_mapping=torch.from_numpy(slots),
-            cu_seqlens_q=torch.from_numpy(cu_seqlens_q.astype(np.int32)),
-            cu_seqlens_k=torch.from_numpy(_prefix_sums(ends).astype(np.int32)),
-            block_table=torch.from_numpy(self._table[rows, :num_columns]),
-            max_seqlen_q=int(num_new.max()),
-            max_seqlen_k=max_seqlen_k,
-        )
-        last = cu_seqlens_q[1:] - 1
-        return Batch(
-            input_ids=torch.tensor(_new_token_ids(plan), dtype=torch.int64),
-            positions=torch.from_numpy(positions),
-            metadata=metadata,
-            logits_rows=torch.from_numpy(last[np.array(plan.sampled_rows, dtype=np.int64)]),
+        num_columns = -(-int(ends.max()) // self._block_size)
+        return pack_batch(
+            input_ids=np.array(_new_token_ids(plan), dtype=np.int64),
+            positions=positions,
+            slots=slots,
+            num_new=num_new,
+            lengths=ends,
+            block_table=self._table[rows, :num_columns],
+            logits_rows=cu_seqlens_q[1:][plan.sampled_rows] - 1,
+            device=self._device,
         )
 
     def _sync_rows(self, plan: Schedule) -> npt.NDArray[np.int64]:
@@ -86,6 +89,72 @@ class BatchBuilder:
                     row[len(blocks) :] = -1  # the row's last owner may have had more
                 seq.num_synced_blocks = len(blocks)
         return np.array([seq.row for seq in plan.sequences], dtype=np.int64)
+
+
+def pack_batch(
+    *,
+    input_ids: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+    num_new: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    block_table: npt.NDArray[np.int32],
+    logits_rows: npt.NDArray[np.int64],
+    device: torch.device,
+) -> Batch:
+    """A batch of B sequences on `device`.
+
+    num_new: (B,) new tokens of each. lengths: (B,) context lengths, the new tokens included.
+    """
+    parts = _upload(
+        [
+            input_ids,
+            positions,
+            slots,
+            logits_rows,
+            _prefix_sums(num_new).astype(np.int32),
+            _prefix_sums(lengths).astype(np.int32),
+            block_table,
+        ],
+        device,
+    )
+    return Batch(
+        input_ids=parts[0],
+        positions=parts[1],
+        metadata=AttentionMetadata(
+            slot_mapping=parts[2],
+            cu_seqlens_q=parts[4],
+            cu_seqlens_k=parts[5],
+            block_table=parts[6],
+            max_seqlen_q=int(num_new.max()),
+            max_seqlen_k=int(lengths.max()),
+        ),
+        logits_rows=parts[3],
+    )
+
+
+def _upload(
+    arrays: list[npt.NDArray[np.int64] | npt.NDArray[np.int32]], device: torch.device
+) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`, parts of one buffer that is copied there once."""
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    is_pinned = device.type == "cuda"
+    # New for each step: torch keeps pinned memory until the copy from it is done, then gives it out again.
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+    raw = buffer.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        raw[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+    buffer = buffer.to(device, non_blocking=True)
+    return [
+        buffer[start : start + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]
+
+
+_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 
 
 def _new_token_ids(plan: Schedule) -> list[int]:

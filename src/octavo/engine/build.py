@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from octavo.cache.manager import KVCacheManager
 from octavo.cache.sizing import (
+    DEFAULT_DEVICE_MEMORY_SHARE,
+    DEFAULT_MEMORY_SHARE,
     available_memory_bytes,
     format_bytes,
     num_blocks_for_bytes,
@@ -14,14 +18,15 @@ from octavo.cache.sizing import (
 )
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import KVCache
-from octavo.config import EngineConfig
+from octavo.config import QUANTIZED_KV_CACHE_DTYPES, EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.core import Engine
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.warm_up import largest_step, smallest_step, steps_to_compile
 from octavo.errors import CapacityError, ConfigError
-from octavo.models.registry import LoadedModel
+from octavo.models.registry import LoadedModel, dtype_name
 from octavo.models.shapes import kv_cache_spec
 from octavo.sampling_params import eos_token_ids
 from octavo.text.tokenizer import Tokenizer
@@ -32,25 +37,25 @@ logger = logging.getLogger("octavo")
 def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
     """Join a loaded model, a KV cache sized for it and a scheduler.
 
-    Raises CapacityError when not one block fits.
+    Raises CapacityError when not one block fits, or a step has no room beside it.
     """
     config = _resolve(config, loaded)
     assert config.max_model_len is not None
-    spec = kv_cache_spec(loaded.config, dtype=config.kv_cache_dtype, block_size=config.block_size)
-    num_blocks = resolve_num_blocks(
-        spec,
-        num_blocks=config.num_blocks,
-        memory_bytes=None if config.kv_cache_memory is None else parse_memory(config.kv_cache_memory),
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
+    is_quantized = config.kv_cache_dtype in QUANTIZED_KV_CACHE_DTYPES
+    spec = kv_cache_spec(
+        loaded.config,
+        dtype=config.kv_cache_dtype,
+        block_size=config.block_size,
+        scales="token_head" if is_quantized else "tensor",
     )
+    num_blocks = _num_blocks(config, loaded, spec)
     logger.info(
         "KV cache: %d blocks of %d tokens, %.1f MiB",
         num_blocks,
         spec.block_size,
         num_blocks * spec.bytes_per_block / 2**20,
     )
-    kv_cache = _allocate(spec, num_blocks)
+    kv_cache = _allocate(spec, num_blocks, loaded.device)
     cache = KVCacheManager(
         num_blocks,
         config.block_size,
@@ -69,21 +74,70 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         num_rows=scheduler.max_num_rows,
         max_blocks_per_row=min(num_blocks, -(-config.max_model_len // config.block_size)),
         block_size=config.block_size,
+        device=loaded.device,
     )
     vocab_size = loaded.config.vocab_size
     runner = ModelRunner(loaded.model, kv_cache, batches, Sampler(vocab_size))
-    runner.warm_up()
+    runner.warm_up([smallest_step()] if loaded.device.type == "cpu" else steps_to_compile(config))
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
     )
 
 
-def _allocate(spec: KVCacheSpec, num_blocks: int) -> KVCache:
+def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> int:
+    assert config.max_model_len is not None
+    free_bytes, share = None, DEFAULT_MEMORY_SHARE
+    if loaded.device.type == "cuda":
+        share = DEFAULT_DEVICE_MEMORY_SHARE
+        if config.num_blocks is None and config.kv_cache_memory is None:
+            step_bytes = _largest_step_bytes(config, loaded, spec)
+            free_bytes = _free_bytes(loaded.device) - step_bytes
+            logger.info("the largest step takes %.1f MiB beside the cache", step_bytes / 2**20)
+    return resolve_num_blocks(
+        spec,
+        num_blocks=config.num_blocks,
+        memory_bytes=None if config.kv_cache_memory is None else parse_memory(config.kv_cache_memory),
+        free_bytes=free_bytes,
+        share=share,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def _largest_step_bytes(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> int:
+    """What the largest step takes of a GPU's memory beside weights and cache, by running it."""
+    device = loaded.device
+    batches = BatchBuilder(
+        lambda seq_id: [], num_rows=0, max_blocks_per_row=0, block_size=spec.block_size, device=device
+    )
+    runner = ModelRunner(loaded.model, KVCache(spec, 1, device), batches, Sampler(loaded.config.vocab_size))
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        runner.warm_up([largest_step(config)])
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{device} has too little memory left for a step of max_num_batched_tokens="
+            f"{config.max_num_batched_tokens} tokens and max_num_seqs={config.max_num_seqs} requests; "
+            "lower these"
+        ) from error
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes a KV cache may still take on that device."""
+    if device.type == "cpu":
+        return available_memory_bytes()
+    torch.cuda.empty_cache()  # what torch holds back for later counts as taken
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVCache:
     """The cache's tensors, refused before a system that lends more than it has can promise them."""
     needed = num_blocks * spec.bytes_per_block
     try:
-        available = available_memory_bytes()
+        available = _free_bytes(device)
     except ConfigError:  # a system that does not tell; whoever gave the size knows it
         available = needed
     if needed > available:
@@ -92,13 +146,14 @@ def _allocate(spec: KVCacheSpec, num_blocks: int) -> KVCache:
             f"{format_bytes(available)} are available: at most {num_blocks_for_bytes(spec, available)} "
             "blocks; lower num_blocks or kv_cache_memory"
         )
-    return KVCache(spec, num_blocks)
+    return KVCache(spec, num_blocks, device)
 
 
 def _resolve(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     longest = loaded.config.rope.num_positions
     max_model_len = config.max_model_len or loaded.config.max_position_embeddings
     assert max_model_len <= longest, "load_model refuses longer contexts"
-    dtype = str(loaded.dtype).removeprefix("torch.")
+    dtype = dtype_name(loaded.dtype)
     kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    config = config.on_device(loaded.device.type)
     return config.replace(max_model_len=max_model_len, dtype=dtype, kv_cache_dtype=kv_cache_dtype)

@@ -259,7 +259,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Abort what is left and refuse what comes. Closing twice is a no-op."""
+        """Abort what is left, give the memory of model and cache back, refuse what comes. Closing twice is a
+        no-op."""
         if self._is_closed:
             return
         self._check_one_thread()
@@ -267,6 +268,7 @@ class Engine:
             self.abort(request_id)
         if self.trace:
             self.trace.close()
+        self.runner.close()
         self._is_closed = True
 
     def _checked_prompt(self, prompt_token_ids: Seq[int]) -> list[int]:

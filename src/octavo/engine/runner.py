@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 
 from octavo.cache.storage import KVCache
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.sampler import Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
+from octavo.engine.warm_up import SAMPLING, Shape, empty_step, sequences
 from octavo.kernels.cpu import threads
-from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.models.registry import CausalLM
 
 PROMPT_LOGITS_ROWS = 64
@@ -20,35 +23,50 @@ class ModelRunner:
     """The model, its KV cache and the sampler. Knows nothing of policy; the schedule says what to do."""
 
     def __init__(self, model: CausalLM, kv_cache: KVCache, batches: BatchBuilder, sampler: Sampler) -> None:
-        # torch's threads and ours would fight over the cores, so torch gets them only for its own products.
-        self.torch_threads = threads.num_threads() if model.weights_form == "dense" else 1
         self.model = model
         self.kv_cache = kv_cache
         self.batches = batches
         self.sampler = sampler
+        self.device = kv_cache.device
+        self._torch_threads = None
+        if self.device.type == "cpu":
+            # torch's threads and ours would fight over the cores: torch gets them only for its own products.
+            self._torch_threads = threads.num_threads() if model.weights_form == "dense" else 1
 
-    def warm_up(self) -> None:
-        """Compile or load every kernel a step runs, so that no request waits for it.
+    def warm_up(self, shapes: Iterable[Shape]) -> None:
+        """Compile or load every kernel that steps like these run, so that no request waits for it.
 
-        One token, written to the first block, which nobody owns yet.
+        They write to the first block: nobody may own it yet.
         """
-        zero = torch.zeros(1, dtype=torch.int64)
-        lengths = torch.tensor([0, 1], dtype=torch.int32)
-        metadata = AttentionMetadata(
-            slot_mapping=zero,
-            cu_seqlens_q=lengths,
-            cu_seqlens_k=lengths,
-            block_table=torch.zeros((1, 1), dtype=torch.int32),
-            max_seqlen_q=1,
-            max_seqlen_k=1,
-        )
-        with torch.inference_mode(), threads.torch_threads(self.torch_threads):
-            self.model.compute_logits(self.model(zero, zero, self.kv_cache.layers, metadata))
+        with self._running():
+            for shape in shapes:
+                batch = empty_step(shape, self.kv_cache.spec.block_size, self.device)
+                hidden = self.model(batch.input_ids, batch.positions, self.kv_cache.layers, batch.metadata)
+                logits = self.model.compute_logits(hidden[batch.logits_rows])
+                # Sampling compiles nothing on a CPU.
+                for params in SAMPLING if self.device.type == "cuda" else ():
+                    self.sampler.sample(logits, sequences(len(logits), params))
+
+    def close(self) -> None:
+        """Let go of model and cache; a GPU's memory goes back to the system. Nothing can run afterwards."""
+        del self.model, self.kv_cache, self.sampler
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def execute(self, plan: Schedule) -> SamplerOutput:
         """Compute `plan` and draw one token per entry of `plan.sampled`; fills prompt log probabilities."""
-        with torch.inference_mode(), threads.torch_threads(self.torch_threads):
+        with self._running():
             return self._execute(plan)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with torch.inference_mode():
+            if self._torch_threads is None:
+                with torch.cuda.device(self.device):
+                    yield
+            else:
+                with threads.torch_threads(self._torch_threads):
+                    yield
 
     def _execute(self, plan: Schedule) -> SamplerOutput:
         if plan.copies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.cache.storage import LayerCache
 from octavo.kernels import apply_rotary, flash_attn_varlen_func, write_kv_cache
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.layers.linear import Linear
@@ -48,12 +49,12 @@ class Attention:
         self,
         x: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: LayerCache,
         meta: AttentionMetadata,
     ) -> torch.Tensor:
         """x (T, hidden), positions (T,) int64 -> (T, hidden). Writes the T new tokens into the cache's slots.
 
-        `kv_cache` is this layer's (k, v), each (num_blocks, block_size, KVH, D).
+        `kv_cache` is this layer's.
         """
         num_tokens = x.shape[0]
         qkv = self.qkv(x).view(num_tokens, self.num_heads_in_all, self.head_dim)
@@ -61,7 +62,7 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         apply_rotary(q, k, self.rope_table, positions)
-        k_cache, v_cache = kv_cache
+        k_cache, v_cache = kv_cache[:2]
         write_kv_cache(k, v, k_cache, v_cache, meta.slot_mapping)
         attended = flash_attn_varlen_func(
             q,

@@ -41,7 +41,7 @@ class ModelConfig:
     k and v, `attention_output_bias` that of the output projection. `sliding_window` has one entry per
     layer: the number of keys a token sees, itself included, or None for all. `tie_word_embeddings` is
     what the config says (None: nothing); what holds is decided by what is in the checkpoint. `dtype` is
-    the checkpoint's, "float32" if the config is silent.
+    the one the checkpoint is stored in; None where the config does not say, or it is no float dtype.
     """
 
     model_type: str
@@ -61,7 +61,7 @@ class ModelConfig:
     qk_norm: bool = False
     tie_word_embeddings: bool | None = None
     sliding_window: tuple[int | None, ...]
-    dtype: str = "float32"
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.cache.storage import LayerCache
 from octavo.layers.attention import Attention
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.layers.embedding import Embedding, LMHead
@@ -16,7 +17,7 @@ from octavo.layers.rotary import rope_table
 from octavo.models.config import ModelConfig
 from octavo.models.weights.parameters import Parameters
 
-KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+KVCaches = Sequence[LayerCache]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -95,8 +96,8 @@ class DenseCausalLM:
         """Hidden states of the T packed tokens.
 
         input_ids, positions: (T,) int64; a token's position is its index in its own sequence. kv_caches: one
-        (k, v) per layer, each (num_blocks, block_size, KVH, D); the new tokens' K/V are written at
-        meta.slot_mapping. Returns (T, hidden) in the model's dtype, the final norm applied.
+        per layer; the new tokens' K/V are written at meta.slot_mapping. Nothing here waits for a GPU.
+        Returns (T, hidden) in the model's dtype, the final norm applied.
         """
         x: torch.Tensor = self.embedding(input_ids)
         residual: torch.Tensor | None = None

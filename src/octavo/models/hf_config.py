@@ -153,10 +153,9 @@ def number_of_layers(hf: HFConfig) -> int:
     return num_layers
 
 
-def _checkpoint_dtype(hf: HFConfig) -> str:
-    value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-    name = str(value).removeprefix("torch.")
-    return name if name in ("float32", "bfloat16", "float16") else "float32"
+def _checkpoint_dtype(hf: HFConfig) -> str | None:
+    name = str(hf.get("dtype") or hf.get("torch_dtype")).removeprefix("torch.")
+    return name if name in ("float32", "bfloat16", "float16") else None
 
 
 def _refuse_unsupported(hf: HFConfig) -> None:

@@ -6,13 +6,15 @@ import contextlib
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.cache.sizing import format_bytes
 from octavo.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, check_choice
-from octavo.errors import ConfigError, ModelError, RequestError
+from octavo.errors import CapacityError, ConfigError, ModelError, RequestError
 from octavo.gguf_file import GGUFFile
 from octavo.models.config import ModelConfig, load_config, load_json
 from octavo.models.source import ModelSource, resolve_model
@@ -22,6 +24,7 @@ from octavo.sampling_params import eos_token_ids
 if TYPE_CHECKING:
     import torch
 
+    from octavo.cache.storage import LayerCache
     from octavo.kernels.linear import Form
     from octavo.layers.attention_metadata import AttentionMetadata
     from octavo.models.weights.checkpoint import Checkpoint, Shape
@@ -40,7 +43,7 @@ class CausalLM(Protocol):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: Sequence[LayerCache],
         meta: AttentionMetadata,
     ) -> torch.Tensor: ...
 
@@ -59,6 +62,7 @@ class LoadedModel:
     model: CausalLM
     config: ModelConfig
     dtype: torch.dtype
+    device: torch.device
     generation_config: dict[str, Any]
     source: ModelSource
     model_id: str
@@ -69,7 +73,7 @@ def load_model(
     model: str | ModelSource,
     *,
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     load_format: str = "auto",
     quantization: str | None = None,
     seed: int = 0,
@@ -79,7 +83,8 @@ def load_model(
     """Read the config and the weights of `model`: a source, or a name (see `resolve_model`).
 
     Args:
-        dtype: of activations and KV; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
+        dtype: of activations and KV; "auto" is float32 on the CPU, elsewhere the checkpoint's own, and
+            bfloat16 if it has none (GGUF) or does not say.
         device: where the parameters go.
         load_format: "auto" follows what is there; "dummy" makes random weights from `seed`, config only.
         quantization: "float16" or "int8" weight matrices under float32 activations, on the CPU only; None
@@ -93,6 +98,7 @@ def load_model(
         ConfigError: an option has an unknown value or contradicts another.
         ModelError: no such model, or one that is not supported.
         WeightsError: the checkpoint is missing, truncated, corrupt, or does not match the config.
+        CapacityError: the device has too little memory for the weights.
     """
     check_choice("load_format", load_format, LOAD_FORMATS)
     check_choice("dtype", dtype, DTYPES)
@@ -131,17 +137,43 @@ def load_model(
             ties_head_by_config=config.tie_word_embeddings,
             progress=progress,
         )
-        network = dense.DenseCausalLM(config, parameters, max_model_len)
+        with _memory_named(source, checkpoint, activations, target):
+            network = dense.DenseCausalLM(config, parameters, max_model_len)
     _give_back_freed_memory()
     return LoadedModel(
         model=network,
         config=config,
         dtype=activations,
+        device=target,
         generation_config=generation_config,
         source=source,
         model_id=_model_id(source, config, load_format, seed, str(activations), quantization),
         weights_nbytes=parameters.nbytes,
     )
+
+
+@contextlib.contextmanager
+def _memory_named(
+    source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
+    """Turns a device's out-of-memory error into a CapacityError with the numbers."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        needed = sum(math.prod(shape) for shape in checkpoint.shapes.values()) * dtype.itemsize
+        free, total = torch.cuda.mem_get_info(device)
+        raise CapacityError(
+            f"the weights of {source.name!r} take {format_bytes(needed)} in {dtype_name(dtype)}, and "
+            f"{device} has {format_bytes(total)}, of which {format_bytes(free)} were left when it ran out; "
+            "end what else runs there, use a dtype of two bytes, or take a smaller model"
+        ) from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _give_back_freed_memory() -> None:
@@ -158,7 +190,7 @@ def _activation_dtype(
     if quantization is not None and device.type != "cpu":
         raise ConfigError(f"quantization: {quantization!r} is a CPU form of weights; the device is {device}")
     if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else config.dtype
+        dtype = "float32" if device.type == "cpu" else config.dtype or "bfloat16"
     if quantization is not None and dtype != "float32":
         raise ConfigError(
             f"quantization: {quantization!r} works with float32 activations, but dtype is {dtype!r}; "
@@ -172,7 +204,7 @@ def _activation_dtype(
 def _form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> Form:
     if quantization is not None:
         return "int8" if quantization == "int8" else "float16"
-    is_cpu_float32 = device.type == "cpu" and str(dtype) == "torch.float32"
+    is_cpu_float32 = device.type == "cpu" and dtype_name(dtype) == "float32"
     return "float32" if is_cpu_float32 else "dense"
 
 

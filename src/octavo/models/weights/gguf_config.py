@@ -72,7 +72,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "num_local_experts": get("expert_count"),
-        "dtype": _DTYPES.get(embedding.ggml_type, "float16"),
+        "dtype": _DTYPES.get(embedding.ggml_type),
         "rope_parameters": _rope_parameters(file, get, head_dim),
     }
     config = ModelConfig.from_hf(hf)

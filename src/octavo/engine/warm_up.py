@@ -1,0 +1,91 @@
+"""Steps over nothing: they make a device compile what live steps run, and show how much memory a step takes.
+
+Such a step reads and writes the first block of the cache, which nobody owns yet, whatever it pretends to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from octavo.config import EngineConfig
+from octavo.engine.batch import Batch, pack_batch
+from octavo.engine.request import Request, Sequence
+from octavo.sampling_params import SamplingParams
+
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01),
+)
+"""One of each kind of row that the sampler treats apart."""
+
+Shape = tuple[list[int], list[int]]
+"""New tokens and context length of each sequence of a step."""
+
+
+def smallest_step() -> Shape:
+    """One new token that sees itself."""
+    return [1], [1]
+
+
+def largest_step(config: EngineConfig) -> Shape:
+    """As many tokens and sequences as a step may have, one of them as long as a sequence may be."""
+    longest = config.max_model_len
+    assert longest is not None, "a config that build_engine resolved"
+    left = config.max_num_batched_tokens
+    num_new: list[int] = []
+    for num_after in reversed(range(min(config.max_num_seqs, left))):
+        num_new.append(min(longest, left - num_after))
+        left -= num_new[-1]
+    return num_new, [*num_new[:-1], longest]
+
+
+def steps_to_compile(config: EngineConfig) -> Iterator[Shape]:
+    """Decoding and prompts, few and many, short and long: sizes that kernels are compiled apart for."""
+    longest = config.max_model_len
+    assert longest is not None, "a config that build_engine resolved"
+    yield smallest_step()
+    most = min(config.max_num_seqs, config.max_num_batched_tokens)
+    for batch in _powers_of_two(most):
+        yield [1] * batch, [1] * batch
+        yield [1] * batch, [longest] + [1] * (batch - 1)
+    for num_tokens in _powers_of_two(min(longest, config.max_num_batched_tokens)):
+        yield [num_tokens], [num_tokens]
+        yield [num_tokens], [longest]
+        if num_tokens < config.max_num_batched_tokens and most > 1:
+            yield [num_tokens, 1], [num_tokens, longest]
+    yield largest_step(config)
+
+
+def empty_step(shape: Shape, block_size: int, device: torch.device) -> Batch:
+    """A step of that shape: token 0 everywhere, every block the first one."""
+    num_new, lengths = (np.array(numbers, dtype=np.int64) for numbers in shape)
+    ends = np.cumsum(num_new)
+    positions = np.arange(ends[-1]) + np.repeat(lengths - ends, num_new)
+    num_columns = -(-int(lengths.max()) // block_size)
+    return pack_batch(
+        input_ids=np.zeros(ends[-1], dtype=np.int64),
+        positions=positions,
+        slots=positions % block_size,
+        num_new=num_new,
+        lengths=lengths,
+        block_table=np.zeros((len(num_new), num_columns), dtype=np.int32),
+        logits_rows=ends - 1,
+        device=device,
+    )
+
+
+def sequences(num: int, params: SamplingParams) -> list[Sequence]:
+    """That many sequences of one token each, for the sampler alone."""
+    requests = (
+        Request(f"warm-up-{i}", [0], params, seeds=[i], first_seq_id=i, arrival=i) for i in range(num)
+    )
+    return [request.sequences[0] for request in requests]
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself."""
+    return sorted({most, *(1 << i for i in range(most.bit_length() - 1))})

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo.models.device import resolve_device
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose second GPU is the current one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_with_a_gpu() -> None:
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 1)
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu() -> None:
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("cuda", "reason"),
+    [
+        (None, "is built for the CPU alone; install a build for your GPU"),
+        ("13.0", "finds no GPU; check that"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_named_with_the_way_out(
+    cuda: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    message = f"device='cuda' was asked for, and torch .* {reason}.*, or pass device='cpu'"
+    with pytest.raises(ConfigError, match=message):
+        resolve_device("cuda")
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(ConfigError, match="device must be one of 'auto', 'cpu', 'cuda'; got 'gpu'"):
+        resolve_device("gpu")
