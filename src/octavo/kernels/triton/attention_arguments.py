@@ -86,7 +86,7 @@ def arguments(
     v_scale: Tensor | float | None,
     leftpad: Tensor | None,
 ) -> dict[str, Any]:
-    """The keyword arguments that the kernels have in common; an absent tensor is None there, too.
+    """The keyword arguments that the kernels have in common; what is absent or off is None there, too.
 
     Scales that are floats are folded into `scale` and `value_scale`.
     """
@@ -117,14 +117,14 @@ def arguments(
         "k_scale_stride_block": k_scale_strides[0], "k_scale_stride_slot": k_scale_strides[1],
         "k_scale_stride_head": k_scale_strides[2], "v_scale_stride_block": v_scale_strides[0],
         "v_scale_stride_slot": v_scale_strides[1], "v_scale_stride_head": v_scale_strides[2],
-        "scale": float(softmax_scale), "softcap": float(softcap), "value_scale": value_scale,
-        "left": min(left, _FAR), "right": min(right, _FAR), "batch": cu_seqlens_q.shape[0] - 1,
+        "scale": float(softmax_scale), "softcap": float(softcap) if softcap > 0 else None,
+        "value_scale": value_scale, "left": min(left, _FAR) if left >= 0 else None,
+        "right": min(right, _FAR) if right >= 0 else None, "batch": cu_seqlens_q.shape[0] - 1,
         "NUM_KV_HEADS": k.shape[-2], "GROUP": q.shape[1] // k.shape[-2],
         "HEAD_DIM": q.shape[2], "BLOCK_D": max(16, triton.next_power_of_2(q.shape[2])),
         "BLOCK_SIZE": block_size_of(k, block_table), "COMPUTE": _TRITON_DTYPES[compute],
         "PLAIN": plain and k_scales == tiles.NO_SCALE and v_scales != tiles.TOKEN_SCALES,
         "K_SCALES": k_scales, "V_SCALES": v_scales,
-        "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "HAS_SOFTCAP": softcap > 0,
     }  # fmt: skip
 
 

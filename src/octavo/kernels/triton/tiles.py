@@ -9,6 +9,8 @@ Keys of one tile are named by a block id and a slot: element = block * stride_bl
 BLOCK_SIZE is that of a paged cache, or 0 when a sequence's keys lie in one run: a contiguous cache (block =
 its row, slot = key) or packed keys (block = 0, slot = first row of the sequence + key).
 
+Options that are off are None, and compiled away.
+
 A product that is added to something is written as `fma`: which of two products a compiler contracts must not
 depend on the kernel around it, or batch-invariant rows would differ between prefill and decode.
 """
@@ -27,7 +29,6 @@ INVARIANT_CHUNK = 1024
 NO_SCALE = 0
 ONE_SCALE = 1
 TOKEN_SCALES = 2
-_TOKEN_SCALES: tl.constexpr = tl.constexpr(TOKEN_SCALES)
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -86,47 +87,41 @@ def load_token_scales(head, block, slot, seen, stride_block, stride_slot):
 
 
 @triton.jit
-def visible(positions, keys, first, last, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def visible(positions, keys, first, last, left, right):
     """(M, N): which rows, at `positions` (M,), see which `keys` (N,) from `first` to below `last`."""
     mask = ((keys >= first) & (keys < last))[None, :]
-    if HAS_RIGHT:
+    if right is not None:
         mask = mask & (keys[None, :] <= positions[:, None] + right)
-    if HAS_LEFT:
+    if left is not None:
         mask = mask & (keys[None, :] >= positions[:, None] - left)
     return mask
 
 
 @triton.jit
-def scores(
-    products, scale, softcap, slopes, positions, keys, k_scales, v_scales,
-    PLAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
-):  # fmt: skip
+def scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales, PLAIN: tl.constexpr):
     """Scores (M, N) from products (M, N) of queries and keys; `absorb` takes them with the same PLAIN.
 
     PLAIN: nothing but a positive `scale`; the products come back as they are, and `absorb` multiplies while
-    it subtracts. A value's scale joins the score as its logarithm: the weight p * v_scale is then at most 1
-    and keeps its precision in 16 bits.
+    it subtracts. k_scales, v_scales (N,): those of each token. A value's joins the score as its logarithm,
+    so that the weight p * v_scale is at most 1 and keeps its precision in 16 bits.
     """
     if PLAIN:
         return products
     s = products * scale
-    if K_SCALES == _TOKEN_SCALES:
+    if k_scales is not None:
         s = s * k_scales[None, :]
-    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x): right at both ends, where e^2x is 0 or inf
+    if softcap is not None:  # tanh(x) = 1 - 2 / (1 + e^2x): right at both ends, where e^2x is 0 or inf
         s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s * (2.0 * _LOG2_E / softcap)))
-    if HAS_ALIBI:
+    if slopes is not None:
         s = s - slopes[:, None] * tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
     s = s * _LOG2_E
-    if V_SCALES == _TOKEN_SCALES:
+    if v_scales is not None:
         s = s + tl.log2(v_scales)[None, :]
     return s
 
 
 @triton.jit
-def absorb(
-    s, acc, high, total, scale, v_scales, PLAIN: tl.constexpr, MASKED: tl.constexpr, V_SCALES: tl.constexpr
-):  # fmt: skip
+def absorb(s, acc, high, total, scale, v_scales, PLAIN: tl.constexpr, MASKED: tl.constexpr):
     """One step of the online softmax: weights (M, N) of the scores, and the partial made relative to them.
 
     The caller adds weights @ values to acc. MASKED: scores may be -inf, a whole row of them too.
@@ -143,7 +138,7 @@ def absorb(
     else:
         p = tl.exp2(s - base[:, None])
     shrink = tl.exp2(high - base)
-    if V_SCALES == _TOKEN_SCALES:
+    if v_scales is not None:
         total = tl.fma(total, shrink, tl.sum(p / v_scales[None, :], 1))
     else:
         total = tl.fma(total, shrink, tl.sum(p, 1))
@@ -160,19 +155,20 @@ def merge(acc_a, high_a, total_a, acc_b, high_b, total_b):
 
 
 @triton.jit
-def finish(acc, high, total, sinks, value_scale, HAS_SINKS: tl.constexpr):
+def finish(acc, high, total, sinks, value_scale):
     """Output (M, D) and natural LSE (M,) of a partial of all keys; 0 and -inf for a row without keys.
 
-    `sinks` (M,) float32 join the denominator here, once; `value_scale` is the scale of all values.
+    `sinks` (M,) join the denominator here, once; `value_scale` is one scale of all values.
     """
     empty = total == 0.0
-    if HAS_SINKS:
-        top = tl.maximum(high, sinks * _LOG2_E)
+    top = high
+    shrink = 1.0
+    if sinks is not None:
+        sink = sinks.to(tl.float32) * _LOG2_E
+        top = tl.maximum(high, sink)
         shrink = tl.exp2(high - top)
-        total = tl.fma(total, shrink, tl.exp2(sinks * _LOG2_E - top))
-    else:
-        top = high
-        shrink = 1.0
-    factor = value_scale * shrink / tl.where(empty, 1.0, total)
+        total = tl.fma(total, shrink, tl.exp2(sink - top))
+    total = tl.where(empty, 1.0, total)
+    factor = value_scale * shrink / total
     lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * _LN_2)
     return acc * tl.where(empty, 0.0, factor)[:, None], lse
