@@ -20,11 +20,18 @@ def _triton_room() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["hopper", "everywhere"])
-def prefill_route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The prefill kernel that Hopper may have for itself, and the one that every GPU has."""
-    if request.param == "everywhere":
-        from octavo.kernels.triton import prefill_hopper
+@pytest.fixture(params=["decode", "prefill", "prefill-everywhere", "mixed"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernels a call runs through: the name of a test's case.
 
-        monkeypatch.setattr(prefill_hopper, "supports_hopper", lambda *_, **__: "not in this test")
-    return str(request.param)
+    `prefill` has on Hopper a kernel of its own; `prefill-everywhere` is the same case without it.
+    """
+    if request.param == "prefill-everywhere":
+        without_hopper_kernel(monkeypatch)
+    return str(request.param).removesuffix("-everywhere")
+
+
+def without_hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.kernels.triton import prefill_hopper
+
+    monkeypatch.setattr(prefill_hopper, "supports_hopper", lambda *_, **__: "not in this test")

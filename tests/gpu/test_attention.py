@@ -14,8 +14,11 @@ DECODE = Case(
 PREFILL = Case(lens_q=(9, 64, 130, 33, 0, 20, 257, 128), lens_k=(9, 64, 400, 1000, 4, 10, 257, 3000))
 MIXED = Case(lens_q=DECODE.lens_q + PREFILL.lens_q, lens_k=DECODE.lens_k + PREFILL.lens_k)
 # For what multiplies the number of compiled kernels.
-SHORT_DECODE = Case(lens_q=(1, 3, 1), lens_k=(300, 17, 1))
-SHORT_PREFILL = Case(lens_q=(40, 9, 130), lens_k=(40, 300, 130))
+SHORT = {
+    "decode": Case(lens_q=(1, 3, 1), lens_k=(300, 17, 1)),
+    "prefill": Case(lens_q=(40, 9, 130), lens_k=(40, 300, 130)),
+    "mixed": Case(lens_q=(40, 1), lens_k=(40, 300)),
+}
 PATHS = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED}
 
 OPTIONS = {
@@ -38,10 +41,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("block_size", [0, 16], ids=["packed", "paged"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("path", PATHS)
-def test_every_option_on_every_path(path: str, options: dict, block_size: int, prefill_route: str) -> None:
-    if path == "decode" and prefill_route != "hopper":
-        return
+def test_every_option_on_every_path(path: str, options: dict, block_size: int) -> None:
     prepare(replace(PATHS[path], block_size=block_size, **options), "cuda").check()
 
 
@@ -53,11 +53,8 @@ def test_every_block_size_and_dtype(dtype: torch.dtype, block_size: int) -> None
 
 @pytest.mark.parametrize("head_dim", [1, 8, 40, 59, 64, 80, 96, 111, 112, 120, 128, 160, 192, 224, 256])
 @pytest.mark.parametrize("block_size", [0, 16], ids=["packed", "paged"])
-@pytest.mark.parametrize("path", [SHORT_DECODE, SHORT_PREFILL], ids=["decode", "prefill"])
-def test_every_head_dim(path: Case, block_size: int, head_dim: int, prefill_route: str) -> None:
-    if path is SHORT_DECODE and prefill_route != "hopper":
-        return
-    prepare(replace(path, head_dim=head_dim, block_size=block_size), "cuda").check()
+def test_every_head_dim(path: str, block_size: int, head_dim: int) -> None:
+    prepare(replace(SHORT[path], head_dim=head_dim, block_size=block_size), "cuda").check()
 
 
 @pytest.mark.parametrize(
@@ -66,14 +63,13 @@ def test_every_head_dim(path: Case, block_size: int, head_dim: int, prefill_rout
     ids=lambda heads: f"{heads[0]}over{heads[1]}",
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_head_ratio(heads: tuple[int, int], head_dim: int, prefill_route: str) -> None:
-    prepare(replace(MIXED, heads=heads, head_dim=head_dim), "cuda").check()
+def test_every_head_ratio(path: str, heads: tuple[int, int], head_dim: int) -> None:
+    prepare(replace(PATHS[path], heads=heads, head_dim=head_dim), "cuda").check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("scales", ["none", "tensor", "token"])
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.int8], ids=["fp8", "int8"])
-@pytest.mark.parametrize("path", ["decode", "prefill"])
 def test_quantised_caches(path: str, cache_dtype: torch.dtype, scales: str, dtype: torch.dtype) -> None:
     if cache_dtype == torch.int8 and scales == "none":
         scales = "tensor"
@@ -82,7 +78,6 @@ def test_quantised_caches(path: str, cache_dtype: torch.dtype, scales: str, dtyp
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("path", ["decode", "prefill"])
 def test_every_option_over_a_quantised_cache(path: str, options: dict) -> None:
     case = replace(PATHS[path], cache_dtype=torch.float8_e4m3fn, scales="token", **options)
     prepare(case, "cuda").check()
@@ -99,22 +94,19 @@ def test_queries_and_caches_of_two_dtypes(dtype: torch.dtype, cache_dtype: torch
 
 
 @pytest.mark.parametrize("block_size", [0, 16], ids=["packed", "paged"])
-@pytest.mark.parametrize("path", ["decode", "prefill"])
-def test_views_of_interleaved_memory(path: str, block_size: int, prefill_route: str) -> None:
+def test_views_of_interleaved_memory(path: str, block_size: int) -> None:
     prepare(replace(PATHS[path], interleaved=True, block_size=block_size), "cuda").check()
 
 
-@pytest.mark.parametrize("path", ["decode", "prefill"])
-def test_blocks_may_be_shared(path: str, prefill_route: str) -> None:
-    case = replace(PATHS[path], lens_k=(2000, 500, 400, 600, 900, 200, 300, 180, 181, 176, 200, 300)[:8],
-                   lens_q=PATHS[path].lens_q[:8])  # fmt: skip
+def test_blocks_may_be_shared(path: str) -> None:
+    lens_q = (PATHS[path].lens_q * 2)[:8]
+    case = replace(PATHS[path], lens_q=lens_q, lens_k=(2000, 500, 400, 600, 900, 200, 300, 176))
     prepare(case, "cuda", share=10).check()
 
 
-@pytest.mark.parametrize("path", ["decode", "prefill"])
-def test_one_long_among_many_short(path: str, prefill_route: str) -> None:
-    q, k = (1, 40) if path == "decode" else (30, 40)
-    case = Case((q,) * 100, (32768, *([k] * 99)), heads=(8, 2), head_dim=128)
+def test_one_long_among_many_short(path: str) -> None:
+    lens_q = {"decode": (1,) * 100, "prefill": (30,) * 100, "mixed": (1, 30) * 50}[path]
+    case = Case(lens_q, (32768, *([40] * 99)), heads=(8, 2), head_dim=128)
     prepare(case, "cuda").check()
 
 
@@ -129,7 +121,6 @@ def test_bounds_that_are_far_too_large(batch_invariant: bool) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("path", PATHS)
 def test_every_option_in_batch_invariant_mode(path: str, options: dict) -> None:
     prepare(replace(PATHS[path], **options), "cuda").check(batch_invariant=True)
 

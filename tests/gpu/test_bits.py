@@ -18,8 +18,7 @@ PATHS = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED}
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "invariant"])
-@pytest.mark.parametrize("path", PATHS)
-def test_a_hundred_repeats(path: str, batch_invariant: bool, prefill_route: str) -> None:
+def test_a_hundred_repeats(path: str, batch_invariant: bool) -> None:
     inputs = prepare(PATHS[path], "cuda")
     right = inputs.run(batch_invariant=batch_invariant)
     for _ in range(100):
@@ -63,7 +62,7 @@ LENS = {  # by the longest query: three batches, as (lens_q, lens_k)
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize("longest", LENS)
 def test_a_graph_is_replayed_over_other_lengths_tables_and_live_rows(
-    longest: int, batch_invariant: bool, prefill_route: str
+    longest: int, batch_invariant: bool
 ) -> None:
     base = Case((1,), (1,), heads=(8, 2), head_dim=128)
     if longest == 1:
@@ -190,8 +189,7 @@ def test_batch_invariant_rows_do_not_depend_on_the_chunks_of_their_prompt(option
         assert torch.equal(torch.cat(pieces), whole), f"chunks at {starts}"
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_other_lengths_and_batches_compile_nothing(path: str, prefill_route: str) -> None:
+def test_other_lengths_and_batches_compile_nothing(path: str) -> None:
     case = PATHS[path]
     prepare(case, "cuda").run()
     others = [

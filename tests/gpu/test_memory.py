@@ -14,7 +14,8 @@ from octavo.kernels import flash_attn_varlen_func, flash_attn_with_kvcache, writ
 
 DECODE = Case((1, 2, 0, 8, 1, 1), (1, 33, 3, 300, 1000, 16))
 PREFILL = Case((9, 64, 130, 20), (9, 300, 130, 10))
-PATHS = {"decode": DECODE, "prefill": PREFILL}
+MIXED = replace(DECODE, lens_q=DECODE.lens_q + PREFILL.lens_q, lens_k=DECODE.lens_k + PREFILL.lens_k)
+PATHS = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED}
 
 
 @pytest.mark.parametrize("side", ["end", "start"])
@@ -29,10 +30,7 @@ def test_nothing_outside_a_tensor_is_touched(side: str) -> None:
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, 0.0], ids=str)
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "invariant"])
-@pytest.mark.parametrize("path", PATHS)
-def test_what_unwritten_slots_hold_does_not_matter(
-    path: str, batch_invariant: bool, poison: float, prefill_route: str
-) -> None:
+def test_what_unwritten_slots_hold_does_not_matter(path: str, batch_invariant: bool, poison: float) -> None:
     right, right_lse = prepare(PATHS[path], "cuda").run(batch_invariant=batch_invariant)
     assert torch.isfinite(right).all()
     out, lse = prepare(PATHS[path], "cuda", poison).run(batch_invariant=batch_invariant)
@@ -41,10 +39,7 @@ def test_what_unwritten_slots_hold_does_not_matter(
 
 
 @pytest.mark.parametrize("nowhere", [-1, 2**31 - 1])
-@pytest.mark.parametrize("path", PATHS)
-def test_table_entries_that_no_visible_key_needs_are_not_looked_at(
-    path: str, nowhere: int, prefill_route: str
-) -> None:
+def test_table_entries_that_no_visible_key_needs_are_not_looked_at(path: str, nowhere: int) -> None:
     case = replace(PATHS[path], window=(20, 0))
     inputs = prepare(case, "cuda")
     table = inputs.arguments["block_table"]
@@ -57,8 +52,7 @@ def test_table_entries_that_no_visible_key_needs_are_not_looked_at(
         inputs.check(block_table=wide, batch_invariant=batch_invariant)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_outputs_are_written_completely_and_nothing_beside_them(path: str, prefill_route: str) -> None:
+def test_outputs_are_written_completely_and_nothing_beside_them(path: str) -> None:
     inputs = prepare(PATHS[path], "cuda")
     q = inputs.arguments["q"]
     wide = torch.full((q.shape[0] + 2, q.shape[1] + 2, q.shape[2] + 16), 7.0, device="cuda", dtype=q.dtype)
@@ -69,8 +63,7 @@ def test_outputs_are_written_completely_and_nothing_beside_them(path: str, prefi
     assert (wide == 7.0).all()
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_index_tensors_may_be_slices(path: str, prefill_route: str) -> None:
+def test_index_tensors_may_be_slices(path: str) -> None:
     inputs = prepare(replace(PATHS[path], alibi="batch"), "cuda")
     right, _ = inputs.check()
     arguments = inputs.arguments
@@ -134,7 +127,7 @@ def test_a_contiguous_cache_of_more_than_2_31_elements() -> None:
         assert_within_ratio(out[0], exact, plain)
 
 
-def test_sinks_alone_leave_rows_without_keys_at_zero(prefill_route: str) -> None:
+def test_sinks_alone_leave_rows_without_keys_at_zero() -> None:
     for case in (Case((2, 1), (0, 0), sinks=True), Case((40, 20), (0, 12), sinks=True)):
         inputs = prepare(case, "cuda")
         out, lse = inputs.run()

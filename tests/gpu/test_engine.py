@@ -1,0 +1,330 @@
+"""The engine on a GPU: equal to Transformers in float32, the same answer however it runs, nothing compiled late."""
+
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import PagedDriver, hf_logits, random_ids, saved, tiny_hf_model
+
+from octavo import LLM, SamplingParams
+from octavo.config import EngineConfig
+from octavo.engine.build import build_engine
+from octavo.engine.core import Engine
+from octavo.engine.request import Request
+from octavo.errors import CapacityError, ConfigError
+from octavo.kernels.triton.monitor import forbid_compiles
+from octavo.models.registry import LoadedModel, load_model
+from octavo.models.shapes import KNOWN_SHAPES
+
+VOCAB_SIZE = 503
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 192, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "qwen3": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
+    "mistral": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16},
+}
+EXTRA: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 20}}
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model_type(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def oracle(model_type: str) -> Any:
+    """A random Transformers model in float32, on the GPU."""
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "intermediate_size": 256}
+    model = tiny_hf_model(model_type, **SHAPES[model_type], **EXTRA.get(model_type, {}), **sizes)
+    assert torch.get_float32_matmul_precision() == "highest"
+    return model.to("cuda")
+
+
+@pytest.fixture(scope="module")
+def folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(oracle, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: str) -> LoadedModel:
+    return load_model(folder, device="cuda", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def low(folder: str) -> LoadedModel:
+    return load_model(folder, device="cuda", dtype="bfloat16")
+
+
+def engine_for(loaded: LoadedModel, **options: Any) -> Engine:
+    options = {"num_blocks": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256} | options
+    return build_engine(EngineConfig(model="m", **options), loaded, None)
+
+
+@pytest.fixture
+def engine(loaded: LoadedModel) -> Iterator[Callable[..., Engine]]:
+    """Makes engines over the float32 model; they are closed afterwards."""
+    made: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        made.append(engine_for(loaded, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of 1 to 150 tokens, of which the longer ones begin alike."""
+    start = random_ids(100, VOCAB_SIZE)
+    lengths = [1, 2, 7, 8, 9, 16, 17, 33]
+    short = [random_ids(length, VOCAB_SIZE, seed=length) for length in lengths]
+    return short + [start + random_ids(length, VOCAB_SIZE, seed=length) for length in (1, 20, 50)]
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    return finish(engine, requests)
+
+
+def finish(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check()
+    assert engine.cache.num_owned == 0
+    assert not [seq.error for request in requests for seq in request.sequences if seq.error]
+    return [seq.output_token_ids for request in requests for seq in request.sequences]
+
+
+def greedy_choices(oracle: Any, prompt: list[int], output: list[int]) -> list[int]:
+    """What Transformers chooses at every position of `output`, given what stands before it."""
+    logits = hf_logits(oracle, prompt + output)
+    choices: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return choices
+
+
+# Against Transformers
+
+
+def test_logits_are_those_of_transformers(oracle: Any, loaded: LoadedModel) -> None:
+    ids = random_ids(90, VOCAB_SIZE)
+    expected = hf_logits(oracle, ids)
+    driver = PagedDriver(loaded, block_size=16)
+    found = [driver.step({"a": ids[:50]})["a"]]
+    beside = driver.step({"b": ids[:30], "a": ids[50:70]})
+    found += [beside["a"]] + [driver.step({"a": ids[i : i + 1]})["a"] for i in range(70, 90)]
+    torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(beside["b"], expected[:30], rtol=0, atol=1e-4)
+
+
+def test_greedy_tokens_are_those_of_transformers(oracle: Any, engine: Callable[..., Engine]) -> None:
+    found = run(engine(), prompts())
+    assert [len(output) for output in found] == [24] * len(prompts())
+    assert len({token for output in found for token in output}) > 50
+    for prompt, output in zip(prompts(), found, strict=True):
+        assert output == greedy_choices(oracle, prompt, output)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_other_block_sizes(engine: Callable[..., Engine], block_size: int) -> None:
+    expected = run(engine(), prompts())
+    assert run(engine(block_size=block_size, num_blocks=4096 // block_size), prompts()) == expected
+
+
+def test_log_probabilities_are_those_of_transformers(oracle: Any, engine: Callable[..., Engine]) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    with_logprobs = engine()
+    request = with_logprobs.add_request(prompts()[-1], params)
+    (output,) = finish(with_logprobs, [request])
+    expected = hf_logits(oracle, prompts()[-1] + output).log_softmax(-1)
+    assert request.prompt_logprobs is not None
+    found = [*request.prompt_logprobs[1:], *(request.sequences[0].logprobs or [])]
+    tokens = [*prompts()[-1][1:], *output]
+    assert len(found) == len(tokens)
+    for position, (entries, token) in enumerate(zip(found, tokens, strict=True)):
+        assert entries is not None
+        assert token in entries
+        for id_, logprob in entries.items():
+            assert logprob.logprob == pytest.approx(float(expected[position, id_]), abs=2e-4)
+
+
+# The same answer
+
+
+def test_alone_or_together_chunked_or_whole_cold_or_warm(engine: Callable[..., Engine]) -> None:
+    solo = engine(enable_prefix_caching=False)
+    expected = [run(solo, [prompt])[0] for prompt in prompts()]
+    warm = engine()
+    assert run(warm, prompts()) == expected
+    assert run(warm, prompts()) == expected
+    assert warm.stats().num_hit_tokens > 300
+    assert run(engine(max_num_batched_tokens=24), prompts()) == expected
+
+
+def test_preempted(engine: Callable[..., Engine]) -> None:
+    expected = run(engine(), prompts())
+    scarce = engine(num_blocks=24)
+    assert run(scarce, prompts()) == expected
+    assert scarce.stats().num_preemptions > 0
+
+
+def test_forked(engine: Callable[..., Engine]) -> None:
+    forked = engine(max_num_seqs=4)
+    (alone,) = run(forked, [prompts()[3]])
+    three = run(forked, [prompts()[3]], SamplingParams(n=3, max_tokens=24, ignore_eos=True))
+    assert three == [alone] * 3
+
+
+def test_a_seeded_draw_does_not_depend_on_its_neighbours(engine: Callable[..., Engine]) -> None:
+    drawing = engine()
+    params = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
+    (alone,) = run(drawing, [prompts()[4]], params)
+    requests = [drawing.add_request(prompt, GREEDY) for prompt in prompts()]
+    requests.insert(3, drawing.add_request(prompts()[4], params))
+    assert finish(drawing, requests)[-1] != alone  # the requests finish in order: the last one is greedy
+    assert requests[3].sequences[0].output_token_ids == alone
+    assert run(drawing, [prompts()[4]], SamplingParams(max_tokens=24, ignore_eos=True)) != [alone]
+
+
+# Other dtypes
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).square().mean().sqrt() / expected.std())
+
+
+def test_bfloat16_is_close_to_float32(oracle: Any, low: LoadedModel) -> None:
+    ids = random_ids(90, VOCAB_SIZE)
+    found = PagedDriver(low, block_size=16).step({"a": ids})["a"]
+    assert 0 < relative_error(found, hf_logits(oracle, ids)) < 0.05
+    assert len(run(engine_for(low), prompts())) == len(prompts())
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("fp8", 0.12), ("int8", 0.03)])
+def test_a_quantised_cache_is_close(low: LoadedModel, kv_cache_dtype: str, bound: float) -> None:
+    ids = random_ids(90, VOCAB_SIZE)
+    dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kv_cache_dtype]
+    exact, rounded = PagedDriver(low, block_size=16), PagedDriver(low, block_size=16, kv_cache_dtype=dtype)
+    for chunk in (ids[:60], *([token] for token in ids[60:])):
+        expected, found = exact.step({"a": chunk})["a"], rounded.step({"a": chunk})["a"]
+        assert 0 < relative_error(found, expected) < bound
+    quantised, plain = (engine_for(low, kv_cache_dtype=name) for name in (kv_cache_dtype, "auto"))
+    assert quantised.runner.kv_cache.nbytes < 0.66 * plain.runner.kv_cache.nbytes
+    expected_ids, found_ids = run(plain, prompts()), run(quantised, prompts())
+    same = sum(a[0] == b[0] for a, b in zip(expected_ids, found_ids, strict=True))
+    assert same >= len(prompts()) // 2
+    assert run(quantised, prompts()) == found_ids
+
+
+# What a step may and may not do
+
+
+def test_no_request_waits_for_a_compiler(engine: Callable[..., Engine]) -> None:
+    ready = engine(max_num_batched_tokens=128)
+    drawn = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01, max_tokens=20, ignore_eos=True)
+    with forbid_compiles():
+        for batch in (prompts()[:1], prompts()[:5], prompts()):
+            run(ready, batch)
+            run(ready, batch, drawn)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, top_k=50, max_tokens=8, ignore_eos=True)],
+    ids=["greedy", "drawn"],
+)
+def test_the_host_waits_once_a_step(
+    engine: Callable[..., Engine], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = engine()
+    run(watched, prompts()[:4], params)
+    runner = watched.runner
+    sample, execute = runner.sampler.sample, runner.execute
+    num_waits: list[int] = []
+
+    def sampling(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("warn")
+        return sample(*arguments)
+
+    def executing(plan: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                return execute(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                num_waits.append(sum("synchroniz" in str(one.message) for one in caught))
+
+    monkeypatch.setattr(runner.sampler, "sample", sampling)
+    monkeypatch.setattr(runner, "execute", executing)
+    run(watched, prompts()[4:8], params)
+    decodes = num_waits[1:]
+    assert len(decodes) > 5
+    assert max(decodes) <= 1
+
+
+# Sizes, memory, options
+
+
+def test_qwen3_06b_with_dummy_weights_generates_and_gives_its_memory_back(tmp_path: Path) -> None:
+    config = {**KNOWN_SHAPES["qwen3-0.6b"], "vocab_size": 151936, "intermediate_size": 3072}
+    config |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.ones(64, 64, device="cuda").matmul(torch.ones(64, 64, device="cuda"))  # cuBLAS takes its workspace
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, free_before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    with LLM(tmp_path, load_format="dummy", max_model_len=4096) as llm:
+        assert (llm.config.device, llm.config.dtype, llm.config.kv_cache_dtype) == (
+            "cuda", "bfloat16", "bfloat16",
+        )  # fmt: skip
+        cache = llm.engine.runner.kv_cache
+        assert cache.device.type == "cuda"
+        assert cache.nbytes == min(256 * 256, cache.num_blocks) * cache.spec.bytes_per_block
+        outputs = llm.generate(
+            [random_ids(length, 151936, seed=length) for length in (3, 40, 700)],
+            SamplingParams(max_tokens=16, ignore_eos=True),
+            use_tqdm=False,
+        )
+        assert [len(output.token_ids) for output in outputs] == [16] * 3
+        assert all(output.error is None for output in outputs)
+        del cache
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 64 * 2**20
+    assert free_before - torch.cuda.mem_get_info()[0] < 512 * 2**20
+    assert llm.stats().num_owned_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"quantization": "int8"}, ConfigError, "quantization='int8' is a form of weights for the CPU"),
+        ({"num_threads": 2}, ConfigError, "num_threads=2 is for a model on the CPU"),
+        ({"kv_cache_memory": "1000TiB"}, CapacityError, "are available: at most"),
+        ({"num_blocks": 10**9}, CapacityError, "are available: at most"),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_named(
+    folder: str, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(folder, load_format="dummy", **options)
+
+
+def test_weights_that_do_not_fit_are_refused_with_numbers(folder: str) -> None:
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**20) / total)
+    try:
+        with pytest.raises(CapacityError, match=r"the weights of .* take .* in float32, and cuda:0 has"):
+            load_model(folder, device="cuda", dtype="float32")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
