@@ -1,0 +1,677 @@
+"""One token per row of logits, by threshold search instead of a sort.
+
+Three launches, whatever the batch:
+
+1. `_summarise`, a program per tile of 8,192 logits: the one full read. A tile's logits lie in registers as
+   groups of 64, and each group leaves its maximum and its sum of exponentials relative to that maximum.
+2. `_choose`, a program per row: 2 % of the row's numbers, the group summaries, say which groups can hold a
+   token that may be drawn: at least k groups reach the k-th largest group maximum, so every one of the k
+   largest tokens lies in a group that does. The tokens of these groups that reach it are gathered into a short
+   list, and the cuts are searched for there. Rows without filters need only one tile; greedy ones, too.
+3. `_search`, a program per row, returns at once unless the list would have been too long (a flat row, a large
+   top_k, equal logits by the thousand): then the cuts are searched for over the whole row.
+
+A row's bits never depend on the batch. Probabilities become integers, 2^39 for the most likely token, before
+they are added up across threads, so that no order of additions can matter; only the 64 of a group are added
+as floats, always by the same thread.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Logits of a tile. Part of the arithmetic (groups are made of its rows), not a tuning parameter.
+TILE = 8192
+GROUP = 64
+# Longest list of candidates; a row with more goes to `_search`. Packed counts need 11 bits.
+MAX_CANDIDATES = 1024
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+# Fixed point of probabilities relative to the largest. A list's sum stays below 2^51, a row's below 2^62.
+_ONE = tl.constexpr(2.0**39)
+_COUNT = tl.constexpr(51)
+_TALLY = tl.constexpr(1 << 51)
+_MASS = tl.constexpr((1 << 51) - 1)
+_LOWEST = tl.constexpr(-(2**31))
+# In `ids` between the launches: left to `_search`.
+_OPEN = tl.constexpr(-2)
+
+# splitmix64, as in `reference/sampling.py`
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB - 2**64)
+
+
+@triton.jit
+def _mix(x):
+    # Logical shifts: int64 shifts arithmetically.
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """A float64 in [0, 1)."""
+    state = _mix(seed + _GAMMA) + (position + 1) * _GAMMA
+    bits = (_mix(state) >> 11) & 0x1FFFFFFFFFFFFF
+    return bits.to(tl.float64) * (2.0**-53)
+
+
+@triton.jit
+def _key(x):
+    """int32 in the order of the floats; -0.0 and 0.0 are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _mass_of(key, highest, scale):
+    """Mass of a token whose logit has this key."""
+    x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return (_weight(x, highest, scale) * _ONE).to(tl.int64)
+
+
+@triton.jit
+def _scale(temperature):
+    """log2(e) / temperature, kept where products with logit differences stay in range."""
+    return tl.minimum(tl.maximum((1.0 / temperature) * _LOG2E, 1e-37), 3e38)
+
+
+@triton.jit
+def _weight(x, highest, scale):
+    """Probability of x relative to that of `highest`; 0 for x = -inf, and where highest is -inf."""
+    return tl.exp2((x - tl.maximum(highest, -3e38)) * scale)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _summarise(
+    logits,
+    temperatures,
+    group_max,
+    group_sum,
+    raw_sum,
+    row_stride,
+    vocab_size,
+    num_tiles,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = program // num_tiles
+    tile = program % num_tiles
+    temperature = tl.load(temperatures + row)
+    ids = tl.arange(0, ROWS)[:, None] * (GROUPS * VEC) + tl.arange(0, GROUPS * VEC)[None, :]
+    ids += tile * (ROWS * GROUPS * VEC)
+    source = logits + row.to(tl.int64) * row_stride
+    x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    # Loaded as a matrix, so that a warp reads consecutive memory and a thread's VEC x ROWS numbers are a group.
+    x = tl.reshape(x, (ROWS, GROUPS, VEC))
+    x = tl.where(x == x, x, float("inf"))  # NaN and +inf are equally bad
+    highest = tl.max(tl.max(x, axis=2), axis=0)
+    out = (row.to(tl.int64) * num_tiles + tile) * GROUPS + tl.arange(0, GROUPS)
+    tl.store(group_max + out, highest)
+    if temperature > 0:
+        weights = _weight(x, highest[None, :, None], _scale(temperature))
+        tl.store(group_sum + out, tl.sum(tl.sum(weights, axis=2), axis=0))
+    if raw_sum is not None:
+        weights = _weight(x, highest[None, :, None], _LOG2E)
+        tl.store(raw_sum + out, tl.sum(tl.sum(weights, axis=2), axis=0))
+
+
+@triton.jit
+def _row_options(row, top_ks, top_ps, min_ps, vocab_size):
+    """(top_k, top_p, min_p) of a row; top_k is 0 and top_p 1 where they cut nothing."""
+    top_k = tl.zeros((), tl.int32)
+    if top_ks is not None:
+        top_k = tl.load(top_ks + row)
+        top_k = tl.where((top_k < 0) | (top_k >= vocab_size), 0, top_k)
+    top_p = tl.full((), 1.0, tl.float32)
+    if top_ps is not None:
+        top_p = tl.load(top_ps + row)
+    min_p = tl.zeros((), tl.float32)
+    if min_ps is not None:
+        min_p = tl.load(min_ps + row)
+    return top_k, top_p, min_p
+
+
+@triton.jit
+def _scaled_up(fraction, total):
+    """ceil(fraction * total), at least 1, at most total."""
+    share = tl.ceil(fraction.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+    return tl.minimum(tl.maximum(share, 1), total)
+
+
+@triton.jit
+def _point(row, seeds, positions, total):
+    """The row's random number scaled to 0 .. total - 1."""
+    uniform = _uniform(tl.load(seeds + row), tl.load(positions + row))
+    point = (uniform * total.to(tl.float64)).to(tl.int64)
+    return tl.minimum(point, total - 1)
+
+
+@triton.jit
+def _halfway(low, high):
+    return (low + high) >> 1
+
+
+@triton.jit
+def _kth_key(keys, valid, k, low, high):
+    """Smallest key among the k largest valid ones; low and high bracket it: low <= it < high."""
+    while high - low > 1:
+        middle = _halfway(low, high)
+        count = tl.sum((valid & (keys >= middle.to(tl.int32))).to(tl.int32))
+        if count >= k:
+            low = middle
+        else:
+            high = middle
+        if count == k:
+            high = low + 1
+    return tl.min(tl.where(valid & (keys >= low.to(tl.int32)), keys, 2147483647))
+
+
+@triton.jit
+def _mass_key(keys, packed, target, low, high):
+    """Largest key such that the keys from it upward have a mass of at least target."""
+    inside = 2
+    above = tl.zeros((), tl.int64)
+    below = tl.sum(packed)
+    while (high - low > 1) & (inside > 1):
+        middle = _halfway(low, high)
+        found = tl.sum(tl.where(keys >= middle.to(tl.int32), packed, 0))
+        if (found & _MASS) >= target:
+            low = middle
+            below = found
+        else:
+            high = middle
+            above = found
+        inside = ((below >> _COUNT) - (above >> _COUNT)).to(tl.int32)
+    return tl.max(tl.where((packed > 0) & (keys < high.to(tl.int32)), keys, _LOWEST))
+
+
+@triton.jit
+def _without_late_ties(keys, ids, kept, key, num_ties, vocab_size):
+    """The kept tokens above `key`, and of those equal to it the num_ties with the lowest ids."""
+    ties = kept & (keys == key)
+    bound = vocab_size
+    if tl.sum(ties.to(tl.int32)) > num_ties:
+        low = -1
+        high = vocab_size - 1
+        while high - low > 1:
+            middle = _halfway(low, high)
+            if tl.sum((ties & (ids <= middle)).to(tl.int32)) >= num_ties:
+                high = middle
+            else:
+                low = middle
+        bound = high
+    return kept & ((keys > key) | ((keys == key) & (ids <= bound)))
+
+
+@triton.jit
+def _draw_from_list(ids, packed, point, vocab_size):
+    """The first id at which the running mass, in id order, exceeds point."""
+    low = -1
+    high = vocab_size - 1
+    inside = 2
+    before = tl.zeros((), tl.int64)
+    through = tl.sum(packed)
+    while (high - low > 1) & (inside > 1):
+        middle = _halfway(low, high)
+        found = tl.sum(tl.where(ids <= middle, packed, 0))
+        if (found & _MASS) > point:
+            high = middle
+            through = found
+        else:
+            low = middle
+            before = found
+        inside = ((through >> _COUNT) - (before >> _COUNT)).to(tl.int32)
+    return tl.max(tl.where((packed > 0) & (ids <= high), ids, -1))
+
+
+@triton.jit
+def _first_in_tile(
+    source, tile, highest, vocab_size, ROWS: tl.constexpr, GROUPS: tl.constexpr, VEC: tl.constexpr
+):
+    ids = tile * (ROWS * GROUPS * VEC) + tl.arange(0, ROWS * GROUPS * VEC)
+    x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    return tl.min(tl.where((x == highest) & (ids < vocab_size), ids, vocab_size))
+
+
+@triton.jit
+def _draw_in_tile(
+    source, tile, fraction, scale, vocab_size, ROWS: tl.constexpr, GROUPS: tl.constexpr, VEC: tl.constexpr
+):
+    """A token of the tile, by its probability relative to the largest of the tile."""
+    ids = tile * (ROWS * GROUPS * VEC) + tl.arange(0, ROWS * GROUPS * VEC)
+    x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    mass = (_weight(x, tl.max(x), scale) * _ONE).to(tl.int64)
+    ends = tl.cumsum(mass, axis=0)
+    total = tl.sum(mass)
+    point = tl.minimum((fraction * total.to(tl.float64)).to(tl.int64), total - 1)
+    return tile * (ROWS * GROUPS * VEC) + tl.sum((ends <= point).to(tl.int32))
+
+
+@triton.jit
+def _summary(row, group_max, group_sum, scale, num_groups, ALL_GROUPS: tl.constexpr):
+    """(group maxima, their highest, mass of each group); a bad row's masses are not to be used."""
+    groups = tl.arange(0, ALL_GROUPS)
+    here = groups < num_groups
+    place = row.to(tl.int64) * num_groups + groups
+    maxima = tl.load(group_max + place, mask=here, other=-float("inf"))
+    highest = tl.max(maxima)
+    sums = tl.load(group_sum + place, mask=here, other=0.0)
+    mass = tl.where(here, sums * _weight(maxima, highest, scale), 0.0)
+    return maxima, highest, (mass * _ONE).to(tl.int64)
+
+
+@triton.jit
+def _logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS: tl.constexpr):
+    groups = tl.arange(0, ALL_GROUPS)
+    here = groups < num_groups
+    place = row.to(tl.int64) * num_groups + groups
+    maxima = tl.load(group_max + place, mask=here, other=-float("inf"))
+    sums = tl.load(raw_sum + place, mask=here, other=0.0)
+    total = tl.sum(tl.where(here, sums * _weight(maxima, highest, _LOG2E), 0.0))
+    x = tl.load(source + token).to(tl.float32)
+    return (x - highest) - tl.log2(total) * _LN2
+
+
+@triton.jit
+def _lowest_candidate(maxima, highest, likely, total, top_k, top_p, min_p):
+    """Key that no token outside the filters' reach has: at least all that are kept have it or a larger one.
+
+    Of the k largest tokens each reaches the k-th largest group maximum. Where only top_p cuts, the group
+    maxima from the key upward have enough mass by themselves. A key below all others where that proves nothing.
+    """
+    keys = _key(maxima)
+    live = maxima > -float("inf")
+    peaks = (likely * _ONE).to(tl.int64)
+    target = tl.zeros((), tl.int64)
+    if (top_k == 0) & (min_p <= 0):
+        target = _scaled_up(top_p, total)
+    low = tl.min(tl.where(live, keys, 2147483647)).to(tl.int64)
+    high = _key(highest).to(tl.int64) + 1
+    is_enough = (tl.sum(live.to(tl.int32)) >= top_k) & (tl.sum(peaks) >= target)
+    if ((top_k == 0) & (target == 0)) | (is_enough == 0):
+        low = tl.zeros((), tl.int64) + _LOWEST
+        high = low + 1
+    enough = tl.where(top_k > 0, top_k + top_k // 4 + 8, 64)
+    while high - low > 1:
+        middle = _halfway(low, high)
+        reaches = live & (keys >= middle.to(tl.int32))
+        count = tl.sum(reaches.to(tl.int32))
+        reached = tl.sum(tl.where(reaches, peaks, 0))
+        if (count >= top_k) & (reached >= target):
+            low = middle
+            if count <= enough:
+                high = low + 1
+        else:
+            high = middle
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _gather(
+    source, maxima, likely, lowest, min_p, highest, scale, vocab_size, own_groups, own_logits, own_ids,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, VEC: tl.constexpr, ALL_GROUPS: tl.constexpr,
+    CANDIDATES: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Write the candidates' logits and ids, in no order that matters; returns how many there are."""
+    groups = tl.arange(0, ALL_GROUPS)
+    live = maxima > -float("inf")
+    live = live & (_key(maxima) >= lowest) & (likely >= min_p)
+    live_order = tl.cumsum(live.to(tl.int32), axis=0)
+    num_live = tl.sum(live.to(tl.int32))
+    tl.store(own_groups + live_order - 1, groups, mask=live)
+    tl.debug_barrier()
+    num_found = 0
+    start = 0
+    while (start < num_live) & (num_found <= CANDIDATES):
+        lanes = start + tl.arange(0, AT_ONCE)
+        group = tl.load(own_groups + lanes, mask=lanes < num_live, other=0)
+        first = (group // GROUPS) * (ROWS * GROUPS * VEC) + (group % GROUPS) * VEC
+        ids = first[:, None, None] + tl.arange(0, ROWS)[None, :, None] * (GROUPS * VEC)
+        ids = ids + tl.arange(0, VEC)[None, None, :]
+        inside = (ids < vocab_size) & (lanes < num_live)[:, None, None]
+        x = tl.load(source + ids, mask=inside, other=-float("inf")).to(tl.float32)
+        kept = (x > -float("inf")) & (_key(x) >= lowest) & (_weight(x, highest, scale) >= min_p)
+        flags = tl.reshape(kept, (AT_ONCE * ROWS * VEC,))
+        order = num_found + tl.cumsum(flags.to(tl.int32), axis=0) - 1
+        fits = flags & (order < CANDIDATES)
+        tl.store(own_logits + order, tl.reshape(x, (AT_ONCE * ROWS * VEC,)), mask=fits)
+        tl.store(own_ids + order, tl.reshape(ids, (AT_ONCE * ROWS * VEC,)), mask=fits)
+        num_found += tl.sum(flags.to(tl.int32))
+        start += AT_ONCE
+    tl.debug_barrier()
+    return num_found
+
+
+@triton.jit
+def _choose_from_list(
+    own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p, row, seeds, positions,
+    vocab_size, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    lanes = tl.arange(0, CANDIDATES)
+    kept = lanes < num_found
+    x = tl.load(own_logits + lanes, mask=kept, other=-float("inf"))
+    ids = tl.load(own_ids + lanes, mask=kept, other=0)
+    keys = _key(x)
+    packed = (_weight(x, highest, scale) * _ONE).to(tl.int64) + _TALLY
+    low = tl.min(tl.where(kept, keys, 2147483647)).to(tl.int64)
+    high = _key(highest).to(tl.int64) + 1
+    if (top_k > 0) & (num_found > top_k):
+        key = _kth_key(keys, kept, top_k, low, high)
+        num_ties = top_k - tl.sum((kept & (keys > key)).to(tl.int32))
+        kept = _without_late_ties(keys, ids, kept, key, num_ties, vocab_size)
+        low = key.to(tl.int64)
+    packed = tl.where(kept, packed, 0)
+    mass_here = tl.sum(packed) & _MASS
+    if top_p < 1:
+        if (top_k > 0) | (min_p > 0):
+            total = mass_here
+        target = tl.minimum(_scaled_up(top_p, total), mass_here)
+        key = _mass_key(keys, packed, target, low, high)
+        above = tl.sum(tl.where(keys > key, packed, 0)) & _MASS
+        ties = keys == key
+        # Never 0: the target is not reached above the key.
+        each = tl.max(tl.where(kept & ties, packed, 0)) & _MASS
+        num_ties = ((target - above + each - 1) // each).to(tl.int32)
+        kept = _without_late_ties(keys, ids, kept, key, num_ties, vocab_size)
+        packed = tl.where(kept, packed, 0)
+        mass_here = tl.sum(packed) & _MASS
+    point = _point(row, seeds, positions, mass_here)
+    return _draw_from_list(ids, packed, point, vocab_size)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _choose(
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    positions,
+    group_max,
+    group_sum,
+    raw_sum,
+    live_groups,
+    candidate_logits,
+    candidate_ids,
+    out_ids,
+    out_logprobs,
+    row_stride,
+    vocab_size,
+    num_tiles,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VEC: tl.constexpr,
+    ALL_GROUPS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    num_groups = num_tiles * GROUPS
+    source = logits + row.to(tl.int64) * row_stride
+    temperature = tl.load(temperatures + row)
+    groups = tl.arange(0, ALL_GROUPS)
+    here = groups < num_groups
+    place = row.to(tl.int64) * num_groups + groups
+    maxima = tl.load(group_max + place, mask=here, other=-float("inf"))
+    highest = tl.max(maxima)
+    token = -1
+    if (highest < float("inf")) & (highest > -float("inf")):
+        if not temperature > 0:
+            tile = tl.min(tl.where(maxima == highest, groups // GROUPS, num_tiles))
+            token = _first_in_tile(source, tile, highest, vocab_size, ROWS, GROUPS, VEC)
+        else:
+            scale = _scale(temperature)
+            top_k, top_p, min_p = _row_options(row, top_ks, top_ps, min_ps, vocab_size)
+            sums = tl.load(group_sum + place, mask=here, other=0.0)
+            likely = _weight(maxima, highest, scale)
+            mass = tl.where(here, sums * likely * _ONE, 0.0).to(tl.int64)
+            total = tl.sum(mass)
+            if (top_k == 0) & (top_p >= 1) & (min_p <= 0):
+                tile_mass = tl.sum(tl.reshape(mass, (ALL_GROUPS // GROUPS, GROUPS)), axis=1)
+                point = _point(row, seeds, positions, total)
+                ends = tl.cumsum(tile_mass, axis=0)
+                tile = tl.sum((ends <= point).to(tl.int32))
+                tiles = tl.arange(0, ALL_GROUPS // GROUPS)
+                own = tl.sum(tl.where(tiles == tile, tile_mass, 0))
+                rest = point - tl.sum(tl.where(tiles < tile, tile_mass, 0))
+                fraction = rest.to(tl.float64) / own.to(tl.float64)
+                token = _draw_in_tile(source, tile, fraction, scale, vocab_size, ROWS, GROUPS, VEC)
+            else:
+                lowest = _lowest_candidate(maxima, highest, likely, total, top_k, top_p, min_p)
+                own_logits = candidate_logits + row.to(tl.int64) * CANDIDATES
+                own_ids = candidate_ids + row.to(tl.int64) * CANDIDATES
+                own_groups = live_groups + row.to(tl.int64) * num_groups
+                num_found = _gather(
+                    source, maxima, likely, lowest, min_p, highest, scale, vocab_size,
+                    own_groups, own_logits, own_ids, ROWS, GROUPS, VEC, ALL_GROUPS, CANDIDATES, AT_ONCE,
+                )  # fmt: skip
+                token = _OPEN
+                if num_found <= CANDIDATES:
+                    token = _choose_from_list(
+                        own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p,
+                        row, seeds, positions, vocab_size, CANDIDATES,
+                    )  # fmt: skip
+    tl.store(out_ids + row, token.to(tl.int64))
+    if out_logprobs is not None:
+        logprob = float("nan")
+        if token >= 0:
+            logprob = _logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS)
+        tl.store(out_logprobs + row, logprob)
+
+
+@triton.jit
+def _chunk(source, start, vocab_size, highest, scale, min_p, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """(ids, keys, mass) of DEPTH x COLUMNS logits from `start`; tokens that cannot be drawn have mass 0."""
+    ids = start + tl.arange(0, DEPTH)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    likely = _weight(x, highest, scale)
+    mass = tl.where(likely >= min_p, likely * _ONE, 0.0).to(tl.int64)
+    keys = tl.where((x > -float("inf")) & (likely >= min_p), _key(x), _LOWEST)
+    return ids, keys, mass
+
+
+@triton.jit
+def _reaching(source, key, vocab_size, highest, scale, min_p, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """(number, mass) of the row's tokens whose key is at least `key`."""
+    counts = tl.zeros((COLUMNS,), tl.int32)
+    masses = tl.zeros((COLUMNS,), tl.int64)
+    start = 0
+    while start < vocab_size:
+        _, keys, mass = _chunk(source, start, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
+        reaches = (keys >= key) & (keys > _LOWEST)
+        counts += tl.sum(reaches.to(tl.int32), axis=0)
+        masses += tl.sum(tl.where(reaches, mass, 0), axis=0)
+        start += COLUMNS * DEPTH
+    return tl.sum(counts), tl.sum(masses)
+
+
+@triton.jit
+def _tie_bound(
+    source, key, num_ties, vocab_size, highest, scale, min_p, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """The id of the row's num_ties-th token whose key is `key`."""
+    bound = vocab_size - 1
+    seen = 0
+    start = 0
+    while (start < vocab_size) & (seen < num_ties):
+        ids, keys, _ = _chunk(source, start, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
+        ties = tl.reshape((keys == key).to(tl.int32), (COLUMNS * DEPTH,))
+        here = tl.sum(ties)
+        if seen + here >= num_ties:
+            order = tl.cumsum(ties, axis=0)
+            flat = tl.reshape(ids, (COLUMNS * DEPTH,))
+            bound = tl.min(tl.where((ties > 0) & (seen + order == num_ties), flat, vocab_size))
+        seen += here
+        start += COLUMNS * DEPTH
+    return bound
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _search(
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    positions,
+    group_max,
+    group_sum,
+    raw_sum,
+    out_ids,
+    out_logprobs,
+    row_stride,
+    vocab_size,
+    num_tiles,
+    GROUPS: tl.constexpr,
+    ALL_GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if tl.load(out_ids + row) == _OPEN:
+        num_groups = num_tiles * GROUPS
+        source = logits + row.to(tl.int64) * row_stride
+        scale = _scale(tl.load(temperatures + row))
+        top_k, top_p, min_p = _row_options(row, top_ks, top_ps, min_ps, vocab_size)
+        maxima, highest, group_mass = _summary(row, group_max, group_sum, scale, num_groups, ALL_GROUPS)
+        high = _key(highest).to(tl.int64) + 1
+        low = tl.zeros((), tl.int64) + (_LOWEST + 1)
+        key = low.to(tl.int32)
+        bound = vocab_size - 1
+        num_kept, mass = _reaching(source, key, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
+        if (top_k > 0) & (num_kept > top_k):
+            upper = high
+            num_above = tl.zeros((), tl.int32)
+            mass_above = tl.zeros((), tl.int64)
+            while upper - low > 1:
+                middle = _halfway(low, upper)
+                count, reached = _reaching(
+                    source, middle.to(tl.int32), vocab_size, highest, scale, min_p, COLUMNS, DEPTH
+                )
+                if count >= top_k:
+                    low = middle
+                    num_kept = count
+                    mass = reached
+                    if count == top_k:
+                        upper = low + 1
+                else:
+                    upper = middle
+                    num_above = count
+                    mass_above = reached
+            key = low.to(tl.int32)
+            if num_kept > top_k:
+                # `key` is the k-th token's own, and more than one token has it.
+                num_ties = top_k - num_above
+                mass = mass_above + _mass_of(key, highest, scale) * num_ties
+                bound = _tie_bound(source, key, num_ties, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
+        if top_p < 1:
+            total = mass
+            if (top_k == 0) & (min_p <= 0):
+                total = tl.sum(group_mass)
+            target = tl.minimum(_scaled_up(top_p, total), mass)
+            upper = high
+            mass_above = tl.zeros((), tl.int64)
+            while upper - low > 1:
+                middle = _halfway(low, upper)
+                unused, reached = _reaching(
+                    source, middle.to(tl.int32), vocab_size, highest, scale, min_p, COLUMNS, DEPTH
+                )
+                if reached >= target:
+                    low = middle
+                else:
+                    upper = middle
+                    mass_above = reached
+            # Where `low` did not move, top_k's cut through the ties still holds.
+            if low.to(tl.int32) > key:
+                bound = vocab_size - 1
+            key = low.to(tl.int32)
+            each = tl.maximum(_mass_of(key, highest, scale), 1)
+            num_ties = ((target - mass_above + each - 1) // each).to(tl.int32)
+            mass = mass_above + each * num_ties
+            last = _tie_bound(source, key, num_ties, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
+            bound = tl.minimum(bound, last)
+        point = _point(row, seeds, positions, mass)
+        token = -1
+        before = tl.zeros((), tl.int64)
+        start = 0
+        while (start < vocab_size) & (token < 0):
+            ids, keys, masses = _chunk(source, start, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
+            kept = (keys > key) | ((keys == key) & (ids <= bound))
+            masses = tl.reshape(tl.where(kept, masses, 0), (COLUMNS * DEPTH,))
+            here = tl.sum(masses)
+            if before + here > point:
+                ends = before + tl.cumsum(masses, axis=0)
+                token = start + tl.sum((ends <= point).to(tl.int32))
+            before += here
+            start += COLUMNS * DEPTH
+        tl.store(out_ids + row, token.to(tl.int64))
+        if out_logprobs is not None:
+            logprob = _logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS)
+            tl.store(out_logprobs + row, logprob)
+
+
+def supports(logits_dtype: torch.dtype) -> str | None:
+    """None for the dtypes these kernels read; the reason otherwise."""
+    if logits_dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    return "reads float32, float16 and bfloat16 logits"
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+    return_logprobs: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`(ids, logprobs)`; see `octavo.kernels.sample`."""
+    num_rows, vocab_size = logits.shape
+    device = logits.device
+    ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if return_logprobs else None
+    if num_rows == 0:
+        return ids, logprobs
+    vec = 16 // logits.element_size()
+    groups = TILE // GROUP
+    num_tiles = triton.cdiv(vocab_size, TILE)
+    num_groups = num_tiles * groups
+    shape = {"ROWS": GROUP // vec, "GROUPS": groups, "VEC": vec}
+    all_groups = max(2 * groups, triton.next_power_of_2(num_groups))
+    group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=device)
+    group_sum = torch.empty_like(group_max)
+    raw_sum = torch.empty_like(group_max) if return_logprobs else None
+    _summarise[(num_rows * num_tiles,)](
+        logits, temperature, group_max, group_sum, raw_sum, logits.stride(0), vocab_size, num_tiles,
+        **shape, num_warps=4,
+    )  # fmt: skip
+    live_groups = torch.empty((num_rows, num_groups), dtype=torch.int32, device=device)
+    candidate_logits = torch.empty((num_rows, MAX_CANDIDATES), dtype=torch.float32, device=device)
+    candidate_ids = torch.empty((num_rows, MAX_CANDIDATES), dtype=torch.int32, device=device)
+    _choose[(num_rows,)](
+        logits, temperature, top_k, top_p, min_p, seeds, positions, group_max, group_sum, raw_sum,
+        live_groups, candidate_logits, candidate_ids, ids, logprobs, logits.stride(0), vocab_size, num_tiles,
+        **shape, ALL_GROUPS=all_groups, CANDIDATES=MAX_CANDIDATES, AT_ONCE=64, num_warps=8,
+    )  # fmt: skip
+    if top_k is not None or top_p is not None or min_p is not None:
+        _search[(num_rows,)](
+            logits, temperature, top_k, top_p, min_p, seeds, positions, group_max, group_sum, raw_sum,
+            ids, logprobs, logits.stride(0), vocab_size, num_tiles,
+            GROUPS=groups, ALL_GROUPS=all_groups, COLUMNS=2048, DEPTH=4, num_warps=16,
+        )  # fmt: skip
+    return ids, logprobs
