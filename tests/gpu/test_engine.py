@@ -1,4 +1,4 @@
-"""The engine on a GPU: equal to Transformers in float32, the same answer however it runs, nothing compiled late."""
+"""The engine on a GPU: Transformers' tokens in float32, one answer however it runs, nothing compiled late."""
 
 from __future__ import annotations
 
@@ -188,9 +188,8 @@ def test_a_seeded_draw_does_not_depend_on_its_neighbours(engine: Callable[..., E
     (alone,) = run(drawing, [prompts()[4]], params)
     requests = [drawing.add_request(prompt, GREEDY) for prompt in prompts()]
     requests.insert(3, drawing.add_request(prompts()[4], params))
-    assert finish(drawing, requests)[-1] != alone  # the requests finish in order: the last one is greedy
-    assert requests[3].sequences[0].output_token_ids == alone
-    assert run(drawing, [prompts()[4]], SamplingParams(max_tokens=24, ignore_eos=True)) != [alone]
+    assert finish(drawing, requests)[3] == alone
+    assert run(drawing, [prompts()[4]]) != [alone]
 
 
 # Other dtypes

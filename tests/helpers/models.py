@@ -59,19 +59,37 @@ def saved(model: Any, folder: Path, **options: Any) -> str:
 def hf_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     """(len(ids), vocab): one forward over the whole sequence, without a cache."""
     with torch.inference_mode():
-        return model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        return model(torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0].float()
 
 
 class PagedDriver:
-    """Runs a loaded model over a paged cache: unwritten slots are NaN, blocks are handed out shuffled."""
+    """Runs a loaded model over a paged cache: unwritten slots are NaN, blocks are handed out shuffled.
 
-    def __init__(self, loaded: LoadedModel, *, block_size: int = 4, num_blocks: int = 64) -> None:
+    kv_cache_dtype: the model's, or one byte wide, with scales.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 64,
+        kv_cache_dtype: torch.dtype | None = None,
+    ) -> None:
         config = loaded.config
         self.model = loaded.model
+        self.device = loaded.device
         self.block_size = block_size
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        unwritten = torch.full(shape, torch.nan, dtype=loaded.dtype)
-        self.kv_caches = [LayerCache(unwritten.clone(), unwritten.clone()) for _ in range(config.num_layers)]
+        slots = (num_blocks, block_size, config.num_kv_heads)
+
+        def unwritten() -> LayerCache:
+            nans = torch.full((2, *slots, config.head_dim), torch.nan, device=loaded.device)
+            if kv_cache_dtype is None:
+                return LayerCache(*nans.to(loaded.dtype))
+            scales = torch.full((2, *slots), torch.nan, device=loaded.device)
+            return LayerCache(*nans.to(kv_cache_dtype), *scales)
+
+        self.kv_caches = [unwritten() for _ in range(config.num_layers)]
         self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
@@ -97,16 +115,16 @@ class PagedDriver:
         width = max(len(self.tables[name]) for name in chunks) + 1
         rows = [self.tables[name] + [-1] * (width - len(self.tables[name])) for name in chunks]
         meta = AttentionMetadata(
-            slot_mapping=torch.tensor(slots),
-            cu_seqlens_q=torch.tensor(q_ends, dtype=torch.int32),
-            cu_seqlens_k=torch.tensor(k_ends, dtype=torch.int32),
-            block_table=torch.tensor(rows, dtype=torch.int32),
+            slot_mapping=torch.tensor(slots, device=self.device),
+            cu_seqlens_q=torch.tensor(q_ends, dtype=torch.int32, device=self.device),
+            cu_seqlens_k=torch.tensor(k_ends, dtype=torch.int32, device=self.device),
+            block_table=torch.tensor(rows, dtype=torch.int32, device=self.device),
             max_seqlen_q=max(len(ids) for ids in chunks.values()),
             max_seqlen_k=max(self.lengths[name] for name in chunks),
         )
-        flat = torch.tensor([token for ids in chunks.values() for token in ids])
+        flat = torch.tensor([token for ids in chunks.values() for token in ids], device=self.device)
         with torch.inference_mode():
-            hidden = self.model(flat, torch.tensor(positions), self.kv_caches, meta)
+            hidden = self.model(flat, torch.tensor(positions, device=self.device), self.kv_caches, meta)
             logits = self.model.compute_logits(hidden)
         return {name: logits[q_ends[i] : q_ends[i + 1]] for i, name in enumerate(chunks)}
 

@@ -24,6 +24,11 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 
+def storage_dtype(spec: KVCacheSpec) -> torch.dtype:
+    """The dtype of the tensors of such a cache."""
+    return _TORCH_DTYPES[spec.dtype]
+
+
 class LayerCache(NamedTuple):
     """What one layer of a model writes to and reads from.
 
@@ -53,7 +58,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         slots = (spec.num_layers, num_blocks, spec.block_size)
-        dtype = _TORCH_DTYPES[spec.dtype]
+        dtype = storage_dtype(spec)
         assert spec.value_width > 0
         try:
             self._tensors = [

@@ -17,7 +17,7 @@ from octavo.cache.sizing import (
     resolve_num_blocks,
 )
 from octavo.cache.spec import KVCacheSpec
-from octavo.cache.storage import KVCache
+from octavo.cache.storage import KVCache, storage_dtype
 from octavo.config import QUANTIZED_KV_CACHE_DTYPES, EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.core import Engine
@@ -26,6 +26,7 @@ from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.warm_up import largest_step, smallest_step, steps_to_compile
 from octavo.errors import CapacityError, ConfigError
+from octavo.kernels import backend, warm_up
 from octavo.models.registry import LoadedModel, dtype_name
 from octavo.models.shapes import kv_cache_spec
 from octavo.sampling_params import eos_token_ids
@@ -48,6 +49,9 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         block_size=config.block_size,
         scales="token_head" if is_quantized else "tensor",
     )
+    is_compiled = _is_compiled(loaded, spec)
+    if is_compiled:
+        _compile_kernels(config, loaded, spec)
     num_blocks = _num_blocks(config, loaded, spec)
     logger.info(
         "KV cache: %d blocks of %d tokens, %.1f MiB",
@@ -78,11 +82,47 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     )
     vocab_size = loaded.config.vocab_size
     runner = ModelRunner(loaded.model, kv_cache, batches, Sampler(vocab_size))
-    runner.warm_up([smallest_step()] if loaded.device.type == "cpu" else steps_to_compile(config))
+    runner.warm_up(steps_to_compile(config) if is_compiled else [smallest_step()])
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
     )
+
+
+def _is_compiled(loaded: LoadedModel, spec: KVCacheSpec) -> bool:
+    """Whether this model's kernels are compiled for a GPU: by Triton, and not plain torch."""
+    facts = (loaded.dtype, storage_dtype(spec), spec.head_dim)
+    room = backend.implementation_of("varlen_attention", loaded.device.type, *facts)
+    return loaded.device.type != "cpu" and room == "triton"
+
+
+def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> None:
+    """Compile for a GPU what any step of this engine launches, several kernels at once."""
+    model = loaded.config
+    assert config.max_model_len is not None
+    windows = {(-1, -1) if window is None else (window - 1, 0) for window in model.sliding_window}
+    made = warm_up(
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        loaded.dtype,
+        storage_dtype(spec),
+        spec.block_size,
+        loaded.device,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        rotary_dim=model.rope.rotary_dim,
+        qk_norm=model.qk_norm,
+        window_sizes=sorted(windows),
+        scales="token" if spec.has_token_scales else "none",
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+    )
+    if made:
+        num_compiled = sum(not one.from_disk for one in made)
+        logger.info("%d kernels ready, %d of them compiled just now", len(made), num_compiled)
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> int:
