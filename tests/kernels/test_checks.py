@@ -16,6 +16,36 @@ from octavo.kernels import (
     write_kv_cache,
 )
 
+
+def scale_mistakes() -> list[tuple[dict, str]]:
+    """Changes to a right write: caches of some dtype, and scales that do not go with them."""
+    per_token = torch.zeros(4, 4, 2)
+
+    def quantised(dtype: torch.dtype, **scales: object) -> dict:
+        return {name: torch.full((4, 4, 2, 8), EMPTY).to(dtype) for name in ("k_cache", "v_cache")} | scales
+
+    float8 = torch.float8_e4m3fn
+    return [
+        ({"k_scale": 1.0}, "k_scale must be None with caches of torch.float32, got 1.0. Scales belong to"),
+        ({"v_scale": per_token}, "v_scale must be None with caches of torch.float32"),
+        (quantised(torch.int8), "k_scale must be a number or float32 of shape (4, 4, 2) with int8 caches"),
+        (quantised(torch.int8, k_scale=1.0), "v_scale must be a number or float32 of shape (4, 4, 2)"),
+        (quantised(float8, k_scale=0.0), "k_scale must be positive and finite, got 0.0"),
+        (quantised(float8, v_scale=float("nan")), "v_scale must be positive and finite, got nan"),
+        (
+            quantised(float8, k_scale=torch.ones(4, 4)),
+            "must be of one element, or of shape (4, 4, 2)",
+        ),
+        (quantised(float8, k_scale=torch.ones(1, 1, 1)), "got shape (1, 1, 1)"),
+        (quantised(float8, k_scale=per_token.double()), "k_scale.dtype must be torch.float32"),
+        (quantised(float8, v_scale=per_token.to("meta")), "v_scale.device must be cpu like the cache"),
+        (
+            quantised(float8, k_scale=per_token, v_scale=per_token),
+            "v_scale must be another tensor than k_scale",
+        ),
+    ]
+
+
 # (call, changed arguments, what the message says)
 WRONG: list[tuple[str, dict, str]] = [
     ("write", {"k": torch.ones(3, 8)}, "k must be of shape (T, num_kv_heads, head_dim), got shape (3, 8)"),
@@ -189,24 +219,24 @@ WRONG: list[tuple[str, dict, str]] = [
         for value in (float("nan"), float("inf"))
     ),
     ("packed", {"softcap": float("inf")}, "softcap must be 0 (off) or positive, got inf"),
+    *(("write", changes, message) for changes, message in scale_mistakes()),
 ]
 
 UNSUPPORTED: list[tuple[str, dict, str]] = [
-    ("write", {"k_scale": 1.0}, "k_scale = 1.0 is not supported"),
-    ("write", {"v_scale": torch.tensor(2.0)}, "v_scale = 2.0 is not supported"),
     *(
         (
             "write",
             dict.fromkeys(("k_cache", "v_cache"), torch.ones(4, 4, 2, 8).to(dtype)),
             f"k_cache.dtype = {dtype}",
         )
-        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+        for dtype in (torch.float8_e5m2, torch.uint8)
     ),
-    ("paged", dict.fromkeys(("k", "v"), torch.ones(4, 4, 2, 8).to(torch.int8)), "k.dtype = torch.int8"),
+    ("write", {"k": torch.ones(3, 2, 8).to(torch.float8_e4m3fn)}, "k.dtype = torch.float8_e4m3fn"),
+    ("paged", dict.fromkeys(("k", "v"), torch.ones(4, 4, 2, 8).to(torch.uint8)), "k.dtype = torch.uint8"),
     (
         "append",
-        dict.fromkeys(("k_cache", "v_cache"), torch.ones(4, 4, 2, 8).to(torch.int8)),
-        "k_cache.dtype = torch.int8",
+        dict.fromkeys(("k_cache", "v_cache"), torch.ones(4, 4, 2, 8).to(torch.uint8)),
+        "k_cache.dtype = torch.uint8",
     ),
     ("packed", {"q": torch.ones(3, 4, 8, requires_grad=True)}, "q.requires_grad = True"),
 ]

@@ -17,6 +17,8 @@ from octavo.kernels.kvcache import flash_attn_with_kvcache
 from octavo.kernels.linear import PackedWeight, embedding, linear, pack_weight
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.rotary import apply_rotary
+from octavo.kernels.rotate_and_write import rotate_and_write_kv_cache
+from octavo.kernels.sampling import sample
 from octavo.kernels.triton.warm_up import warm_up
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "linear",
     "pack_weight",
     "rms_norm",
+    "rotate_and_write_kv_cache",
+    "sample",
     "silu_and_mul",
     "warm_up",
     "write_kv_cache",

@@ -24,6 +24,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 _UNBOUNDED = 2**31 - 1
 INT32 = (torch.int32,)
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+QUANTISED_CACHES = frozenset({torch.float8_e4m3fn, torch.int8})
 _QUANTISED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
@@ -50,9 +51,14 @@ def floats(function: str, name: str, x: Tensor, device: torch.device | None = No
     """A float tensor of one or more dimensions, dense in its last one, on `device`."""
     if x.dtype not in FLOATS:
         if x.dtype in _QUANTISED:
-            way_out = "Quantised tensors are not supported in this version; use float32, float16 or bfloat16."
+            way_out = "Only caches may be quantised; use float32, float16 or bfloat16."
             raise unsupported(function, f"{name}.dtype", x.dtype, way_out)
         raise wrong(function, f"{name}.dtype", "float32, float16, bfloat16 or float64", x.dtype)
+    _usable(function, name, x, device)
+
+
+def _usable(function: str, name: str, x: Tensor, device: torch.device | None) -> None:
+    """Dense in the last dimension, on `device`, and without a gradient."""
     if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
         way_out = f"Pass {name}.contiguous()."
         got = f"stride {x.stride(-1)}"
@@ -109,19 +115,62 @@ def caches(
     *,
     paged: bool = True,
 ) -> None:
-    """A pair of caches (num_blocks, block_size, num_kv_heads, head_dim) of one dtype."""
-    shape = (
-        "num_blocks, block_size, num_kv_heads, head_dim"
-        if paged
-        else "batch, capacity, num_kv_heads, head_dim"
-    )
-    tensor(function, k_name, k_cache, shape, device)
-    tensor(function, v_name, v_cache, shape, device)
+    """A pair of caches (num_blocks, block_size, num_kv_heads, head_dim) of one dtype, maybe quantised."""
+    for name, cache in ((k_name, k_cache), (v_name, v_cache)):
+        if cache.dim() != 4:
+            first = "num_blocks, block_size" if paged else "batch, capacity"
+            expected = f"of shape ({first}, num_kv_heads, head_dim)"
+            raise wrong(function, name, expected, f"shape {tuple(cache.shape)}")
+        if cache.dtype in QUANTISED_CACHES:
+            _usable(function, name, cache, device)
+        elif cache.dtype in _QUANTISED:
+            way_out = "Quantised caches are torch.float8_e4m3fn or torch.int8."
+            raise unsupported(function, f"{name}.dtype", cache.dtype, way_out)
+        else:
+            floats(function, name, cache, device)
     same(function, v_name, v_cache, k_name, k_cache)
     if paged:
         size = k_cache.shape[1]
         if size < 1 or size & (size - 1):
             raise wrong(function, f"the block size (dimension 1 of {k_name})", "a power of two", size)
+
+
+def scales(
+    function: str, k_scale: Tensor | float | None, v_scale: Tensor | float | None, k_cache: Tensor
+) -> None:
+    """What a quantised cache's numbers are multiplied with, and nothing for another cache.
+
+    None (1.0, for float8 only), a number, a float32 tensor of one element, or one scale per token and head:
+    float32 of the shape of the cache without its last dimension, any strides.
+    """
+    if k_scale is None and v_scale is None and k_cache.dtype != torch.int8:
+        return
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if k_cache.dtype not in QUANTISED_CACHES:
+            if scale is not None:
+                expected = f"None with caches of {k_cache.dtype}"
+                way_out = "Scales belong to caches of torch.float8_e4m3fn or torch.int8."
+                raise wrong(function, name, expected, shown(scale), way_out)
+        elif isinstance(scale, Tensor):
+            _scale_tensor(function, name, scale, k_cache)
+        elif scale is None:
+            if k_cache.dtype == torch.int8:
+                way_out = "Pass a tensor of zeros of that shape: write_kv_cache fills in the scales."
+                expected = f"a number or float32 of shape {tuple(k_cache.shape[:3])} with int8 caches"
+                raise wrong(function, name, expected, None, way_out)
+        elif not 0.0 < scale <= FLOAT32_MAX:
+            raise wrong(function, name, "positive and finite", scale)
+
+
+def _scale_tensor(function: str, name: str, scale: Tensor, cache: Tensor) -> None:
+    shape = tuple(cache.shape[:3])
+    if scale.shape != shape and (scale.numel() != 1 or scale.dim() > 1):
+        expected = f"of one element, or of shape {shape} like the cache: one per token and head"
+        raise wrong(function, name, expected, f"shape {tuple(scale.shape)}")
+    if scale.dtype != torch.float32:
+        raise wrong(function, f"{name}.dtype", "torch.float32", scale.dtype)
+    if scale.device != cache.device:
+        raise wrong(function, f"{name}.device", f"{cache.device} like the cache", scale.device)
 
 
 def table(function: str, block_table: Tensor, batch: int, device: torch.device) -> None:
@@ -182,10 +231,18 @@ def flag(function: str, name: str, value: object) -> None:
         raise wrong(function, name, "True or False", shown(value))
 
 
-def two_caches(function: str, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Caches that are to be written are not one and the same tensor."""
+def two_caches(
+    function: str,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+) -> None:
+    """Caches, and scales per token, that are to be written are not one and the same tensor."""
     if k_cache is v_cache:
         raise wrong(function, "v_cache", "another tensor than k_cache", "the same one")
+    if k_scale is v_scale and isinstance(k_scale, Tensor) and k_scale.dim() == 3:
+        raise wrong(function, "v_scale", "another tensor than k_scale", "the same one")
 
 
 def output(function: str, out: Tensor, q: Tensor) -> None:

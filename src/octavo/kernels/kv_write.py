@@ -35,30 +35,53 @@ def write_kv_cache(
     Args:
         k, v: (T, num_kv_heads, head_dim); float32, float16, bfloat16 or float64; any strides with a
             contiguous last dimension (slices of a fused qkv are fine). Converted to the dtype of the caches.
-        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), any strides with a contiguous last
-            dimension (both may be views of one interleaved tensor); block_size a power of two. Written in
-            place.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), of a dtype of k or quantised:
+            float8_e4m3fn or int8; any strides with a contiguous last dimension (both may be views of one
+            interleaved tensor); block_size a power of two. Written in place.
         slot_mapping: (T,) int64 or int32. Negative = padding, the token is not written. Two tokens must not
             share a slot: which one stays is then undefined.
-        k_scale, v_scale: for quantised caches, which this version does not have; anything but None is
-            refused.
+        k_scale, v_scale: for quantised caches, each in one of three forms. A scale is what a stored number
+            is multiplied with when it is read (``value = stored * scale``): attention is given the same ones.
+
+            - None: 1.0. Not for int8.
+            - a number, or a float32 tensor of one element: known beforehand, for the whole cache. What does
+              not fit becomes the largest number there is, 448 or 127 times the scale.
+            - float32 (num_blocks, block_size, num_kv_heads), any strides: one per token and head, found here
+              (largest magnitude / 448 or / 127) and written at the token's slot.
 
     Raises:
-        KernelArgumentError: a type, shape, dtype, device or stride is wrong, or (on the CPU) a slot lies past
-            the cache.
-        UnsupportedKernelConfig: a quantised cache or a scale.
+        KernelArgumentError: a type, shape, dtype, device, stride or scale is wrong, or (on the CPU) a slot
+            lies past the cache; a GPU does not write such a token.
+        UnsupportedKernelConfig: a cache of another quantised dtype, an input that requires gradients.
         In both cases the caches are untouched.
     """
     name = "write_kv_cache"
-    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            way_out = "Quantised caches are not supported in this version; pass None."
-            raise checks.unsupported(name, argument, scale, way_out)
+    device = k.device
+    slot_mapping = check_write(name, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    kernel = backend.select(name, "cpu" if k.is_cpu else device.type, k.dtype, k_cache.dtype)
+    if k_scale is None and v_scale is None:
+        kernel(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        kernel(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+
+
+def check_write(
+    name: str,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+) -> Tensor:
+    """The checks of a call that writes into the caches; returns the slots as int64."""
     device = k.device
     checks.tensor(name, "k", k, "T, num_kv_heads, head_dim")
     checks.tensor(name, "v", v, "T, num_kv_heads, head_dim", device)
     checks.caches(name, "k_cache", k_cache, "v_cache", v_cache, device)
-    checks.two_caches(name, k_cache, v_cache)
+    checks.scales(name, k_scale, v_scale, k_cache)
+    checks.two_caches(name, k_cache, v_cache, k_scale, v_scale)
     checks.same(name, "v", v, "k", k)
     shape = k.shape
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -68,8 +91,6 @@ def write_kv_cache(
     checks.exactly(name, "slot_mapping", slot_mapping, (shape[0],), device, _SLOT_DTYPES)
     if slot_mapping.dtype != torch.int64:
         slot_mapping = slot_mapping.long()
-    on_cpu = k.is_cpu
-    if on_cpu:
+    if k.is_cpu:
         checks.slots(name, slot_mapping, num_blocks * block_size)
-    kernel = backend.select(name, "cpu" if on_cpu else device.type, k.dtype, k_cache.dtype)
-    kernel(k, v, k_cache, v_cache, slot_mapping)
+    return slot_mapping

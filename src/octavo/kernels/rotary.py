@@ -33,6 +33,16 @@ def apply_rotary(
     """
     name = "apply_rotary"
     device = q.device
+    check_rotary(name, q, k, cos_sin_cache, positions, interleaved)
+    kernel = backend.select(name, "cpu" if q.is_cpu else device.type, q.dtype)
+    kernel(q, k, cos_sin_cache, positions, interleaved)
+
+
+def check_rotary(
+    name: str, q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, interleaved: bool
+) -> None:
+    """The checks of a call that turns q and k."""
+    device = q.device
     checks.tensor(name, "q", q, "T, num_heads, head_dim")
     checks.tensor(name, "k", k, "T, num_kv_heads, head_dim", device)
     num_tokens, _, head_dim = q.shape
@@ -49,8 +59,5 @@ def apply_rotary(
         raise checks.wrong(name, "rotary_dim", f"even and at most head_dim = {head_dim}", rotary_dim)
     checks.flag(name, "interleaved", interleaved)
     checks.exactly(name, "positions", positions, (num_tokens,), device, (torch.int64,))
-    on_cpu = q.is_cpu
-    if on_cpu:
+    if q.is_cpu:
         checks.positions(name, positions, num_positions)
-    kernel = backend.select(name, "cpu" if on_cpu else device.type, q.dtype)
-    kernel(q, k, cos_sin_cache, positions, interleaved)

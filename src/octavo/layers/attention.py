@@ -1,11 +1,13 @@
-"""Causal self-attention over the paged cache: scatter the new keys and values first, then attend."""
+"""Causal self-attention over the paged cache: turn and scatter the new keys and values first, then attend."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from octavo.cache.storage import LayerCache
-from octavo.kernels import apply_rotary, flash_attn_varlen_func, write_kv_cache
+from octavo.kernels import flash_attn_varlen_func, rotate_and_write_kv_cache
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
@@ -42,8 +44,9 @@ class Attention:
         self.qkv = qkv
         self.output = output
         self.rope_table = rope_table
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        self.norms: dict[str, Any] = {}
+        if q_norm is not None and k_norm is not None:
+            self.norms = {"q_weight": q_norm.weight, "k_weight": k_norm.weight, "eps": q_norm.eps}
 
     def __call__(
         self,
@@ -59,11 +62,10 @@ class Attention:
         num_tokens = x.shape[0]
         qkv = self.qkv(x).view(num_tokens, self.num_heads_in_all, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        apply_rotary(q, k, self.rope_table, positions)
         k_cache, v_cache = kv_cache[:2]
-        write_kv_cache(k, v, k_cache, v_cache, meta.slot_mapping)
+        q = rotate_and_write_kv_cache(
+            q, k, v, self.rope_table, positions, k_cache, v_cache, meta.slot_mapping, **self.norms
+        )
         attended = flash_attn_varlen_func(
             q,
             k_cache,

@@ -1,0 +1,56 @@
+"""The gated activation of the MLP."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton import tuning
+from octavo.kernels.triton.kv_write import alignment
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@triton.jit(do_not_specialize=["x_row"])
+def _silu_and_mul(
+    x, out, x_row,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    dims = tl.program_id(0) % CHUNKS * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask = dims < WIDTH
+    gate_row = x + tl.multiple_of(row * x_row, ALIGN)
+    gate = tl.load(gate_row + dims, mask=mask, eviction_policy="evict_first").to(tl.float32)
+    up = tl.load(gate_row + (WIDTH + dims), mask=mask, eviction_policy="evict_first").to(tl.float32)
+    activated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * WIDTH + dims, activated.to(out.dtype.element_ty), mask=mask)
+
+
+def supports(x_dtype: torch.dtype) -> str | None:
+    """None when the kernel can do it, else why not."""
+    return None if x_dtype in _DTYPES else f"no Triton kernel for {x_dtype}"
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """`silu(gate) * up` of `x = [gate | up]`."""
+    num_rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    key = f"I{width} {x.element_size()} bytes"
+    launch = tuning.parameters("silu_and_mul", x.device, key, default_parameters(width))
+    chunks = triton.cdiv(width, launch["BLOCK_I"])
+    _silu_and_mul[num_rows * chunks,](
+        x, out, x.stride(0), WIDTH=width, CHUNKS=chunks, ALIGN=alignment(x), **launch
+    )
+    return out
+
+
+def default_parameters(width: int) -> dict[str, int]:
+    """Launch parameters that are right on any GPU: 16 bytes a thread, of each half, at once."""
+    block = min(1024, triton.next_power_of_2(width))
+    return {"BLOCK_I": block, "num_warps": max(1, block // 256)}

@@ -1,0 +1,150 @@
+"""Writing keys and values into the paged cache: one launch, 16 bytes at a time."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton import quantization, tuning
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn, torch.int8)
+_FEW_ROWS = 8192  # up to so many (token, head) rows the launch is what takes time, not the bytes
+_VARYING = [
+    "num_rows", "num_slots", "block_size",
+    "k_token", "k_head", "v_token", "v_head",
+    "k_cache_block", "k_cache_slot", "k_cache_head", "v_cache_block", "v_cache_slot", "v_cache_head",
+    "k_scale_block", "k_scale_slot", "k_scale_head", "v_scale_block", "v_scale_slot", "v_scale_head",
+]  # fmt: skip
+
+
+@triton.jit
+def place_of(slots, num_slots, block_size, BLOCK_SIZE: tl.constexpr):
+    """(block, offset, whether there is anything to write) of slots (int64)."""
+    inside = (slots >= 0) & (slots < num_slots)
+    slots = tl.where(inside, slots, 0)
+    if BLOCK_SIZE != 0:
+        block_size = BLOCK_SIZE
+    return slots // block_size, slots % block_size, inside
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _write(
+    k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, num_rows, num_slots, block_size,
+    k_token, k_head, v_token, v_head,
+    k_cache_block, k_cache_slot, k_cache_head, v_cache_block, v_cache_slot, v_cache_head,
+    k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head,
+    k_scale_value, v_scale_value,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
+    FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    token, head = (rows // NUM_HEADS).to(tl.int64), (rows % NUM_HEADS).to(tl.int64)
+    live = rows < num_rows
+    slots = tl.load(slot_mapping + token, mask=live, other=-1)
+
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    mask = live[:, None] & (dims < HEAD_DIM)
+    k_at = tl.multiple_of(token * k_token + head * k_head, ALIGN)
+    v_at = tl.multiple_of(token * v_token + head * v_head, ALIGN)
+    k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
+    v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
+
+    block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
+    mask = inside[:, None] & (dims < HEAD_DIM)
+    k_to = block * k_cache_block + offset * k_cache_slot + head * k_cache_head
+    v_to = block * v_cache_block + offset * v_cache_slot + head * v_cache_head
+    k_to = tl.multiple_of(k_to, CACHE_ALIGN)[:, None] + dims
+    v_to = tl.multiple_of(v_to, CACHE_ALIGN)[:, None] + dims
+    k_highest, v_highest = 0.0, 0.0
+    if K_SCALE == 3:
+        k_highest = tl.max(quantization.magnitude(k_new.to(tl.float32)), 1)
+    if V_SCALE == 3:
+        v_highest = tl.max(quantization.magnitude(v_new.to(tl.float32)), 1)
+    k_scale_at = block * k_scale_block + offset * k_scale_slot + head * k_scale_head
+    v_scale_at = block * v_scale_block + offset * v_scale_slot + head * v_scale_head
+    k_factor = quantization.factor(k_highest, k_scale, k_scale_at, inside, k_scale_value, FORM, K_SCALE, 1)
+    v_factor = quantization.factor(v_highest, v_scale, v_scale_at, inside, v_scale_value, FORM, V_SCALE, 1)
+    quantization.store(k_cache, k_to, k_new, mask, k_factor, FORM)
+    quantization.store(v_cache, v_to, v_new, mask, v_factor, FORM)
+
+
+def supports(k_dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    """None when the kernel can do it, else why not."""
+    for dtype, known in ((k_dtype, _DTYPES), (cache_dtype, _CACHE_DTYPES)):
+        if dtype not in known:
+            return f"no Triton kernel for {dtype}"
+    return None
+
+
+def write_kv_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+) -> None:
+    """Slot s of the caches becomes token t of `k` and `v` where `slot_mapping[t] = s >= 0`."""
+    num_tokens, num_heads, head_dim = k.shape
+    num_rows = num_tokens * num_heads
+    if num_rows == 0 or head_dim == 0 or k_cache.numel() == 0:
+        return
+    few = num_rows <= _FEW_ROWS
+    key = f"{'few' if few else 'many'} D{head_dim} {k.element_size()} to {k_cache.element_size()} bytes"
+    launch = tuning.parameters("write_kv_cache", k.device, key, default_parameters(head_dim, few))
+    block_rows = launch["BLOCK_ROWS"]
+    cache, forms = cache_arguments(k_cache, v_cache, k_scale, v_scale)
+    _write[triton.cdiv(num_rows, block_rows),](
+        k, v, *cache[:4], slot_mapping, num_rows, *cache[4:6],
+        *k.stride()[:2], *v.stride()[:2], *cache[6:],
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+        ALIGN=alignment(k, v), **forms, **launch,
+    )  # fmt: skip
+
+
+def default_parameters(head_dim: int, few: bool) -> dict[str, int]:
+    """Launch parameters that are right on any GPU."""
+    rows = 32 if head_dim <= 64 else 16
+    return {"BLOCK_ROWS": rows // 2 if few else rows, "num_warps": 2 if few else 4}
+
+
+def cache_arguments(
+    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | float | None, v_scale: Tensor | float | None
+) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """What a kernel that writes into the caches is told of them: positional arguments, and constants.
+
+    Positional: k_cache, v_cache, k_scale, v_scale; num_slots, block_size; then strides and scale numbers.
+    """
+    num_blocks, block_size = k_cache.shape[:2]
+    form = quantization.form_of(k_cache.dtype, k_cache.device)
+    k_kind, k_scales, k_value, k_strides = quantization.scale_arguments(k_scale, form)
+    v_kind, v_scales, v_value, v_strides = quantization.scale_arguments(v_scale, form)
+    is_power = block_size & (block_size - 1) == 0
+    return (
+        quantization.as_stored(k_cache), quantization.as_stored(v_cache), k_scales, v_scales,
+        num_blocks * block_size, block_size,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], *k_strides, *v_strides, k_value, v_value,
+    ), {
+        "BLOCK_SIZE": block_size if is_power else 0,
+        "CACHE_ALIGN": alignment(k_cache, v_cache),
+        "FORM": form, "K_SCALE": k_kind, "V_SCALE": v_kind,
+    }  # fmt: skip
+
+
+def alignment(*tensors: Tensor) -> int:
+    """A power of two, at most 16, that divides every stride but the last of all of them, in elements.
+
+    The compiler is told of it; an integer argument tells only whether 16 divides it (120 it does not).
+    """
+    return math.gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))

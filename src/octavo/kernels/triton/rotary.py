@@ -1,0 +1,146 @@
+"""Rotary position embedding in place, and the pieces that `rotate_and_write` shares.
+
+A tile is (H, T, ...) heads of tokens, heads first: the threads of a warp lie along tokens and channels, so
+that each loads the cosines of its one token once and turns all its heads with them. A head is cut into
+*pairs*, whose first and second members are two tiles (H, T, R), R = rotary_dim / 2 rounded up to a power of
+two, and the *rest* behind rotary_dim.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton import tuning
+from octavo.kernels.triton.kv_write import alignment
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FEW_ROWS = 1 << 14  # up to so many (token, head) rows the launch is what takes time, not the bytes
+
+
+@triton.jit
+def load_pairs(
+    x, at, live, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """First and second members (H, T, R) float32 of the pairs of the heads that begin at elements `at`."""
+    if INTERLEAVED:
+        dims = tl.arange(0, 2 * BLOCK_R)[None, None, :]
+        mask = live & (dims < 2 * HALF)
+        both = tl.load(x + (at + dims), mask=mask, other=0.0, eviction_policy="evict_first")
+        first, second = tl.split(tl.reshape(both, (BLOCK_H, BLOCK_T, BLOCK_R, 2)))
+    else:
+        dims = tl.arange(0, BLOCK_R)[None, None, :]
+        mask = live & (dims < HALF)
+        first = tl.load(x + (at + dims), mask=mask, other=0.0, eviction_policy="evict_first")
+        second = tl.load(x + (at + (HALF + dims)), mask=mask, other=0.0, eviction_policy="evict_first")
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def load_rest(x, at, live, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_REST: tl.constexpr):
+    """The channels (H, T, BLOCK_REST) float32 behind the pairs."""
+    dims = 2 * HALF + tl.arange(0, BLOCK_REST)[None, None, :]
+    rest = tl.load(x + (at + dims), mask=live & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first")
+    return rest.to(tl.float32)
+
+
+@triton.jit
+def load_angles(table, table_row, num_positions, position, live, HALF: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Cosines and sines (1, T, R) of positions (T,); NaN, and nothing read, for a position without a row."""
+    dims = tl.arange(0, BLOCK_R)[None, :]
+    known = (position >= 0) & (position < num_positions)
+    at = table + (position * table_row)[:, None] + dims
+    mask = (live & known)[:, None] & (dims < HALF)
+    cos = tl.load(at, mask=mask, other=float("nan"), eviction_policy="evict_last")
+    sin = tl.load(at + HALF, mask=mask, other=float("nan"), eviction_policy="evict_last")
+    return cos[None, :, :], sin[None, :, :]
+
+
+@triton.jit
+def turn(first, second, cos, sin):
+    """Pairs turned by their angles."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def join_pairs(
+    first, second, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """Interleaved pairs as they lie in memory, (H, T, 2 R)."""
+    return tl.reshape(tl.join(first, second), (BLOCK_H, BLOCK_T, 2 * BLOCK_R))
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_positions", "table_row", "q_token", "q_head", "k_token", "k_head"]
+)
+def _rotate(
+    q, k, table, positions, num_tokens, num_positions, table_row, q_token, q_head, k_token, k_head,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ALIGN: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
+    group = tl.program_id(0) % (Q_GROUPS + KV_GROUPS)
+    token = (tl.program_id(0) // (Q_GROUPS + KV_GROUPS)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < num_tokens
+    position = tl.load(positions + token, mask=live, other=0)
+    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R)
+
+    if group < Q_GROUPS:
+        x, stride_token, stride_head = q, q_token, q_head
+        head = group * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = (head < NUM_HEADS)[:, None] & live[None, :]
+    else:
+        x, stride_token, stride_head = k, k_token, k_head
+        head = (group - Q_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = (head < NUM_KV_HEADS)[:, None] & live[None, :]
+    at = head.to(tl.int64)[:, None] * stride_head + token[None, :] * stride_token
+    at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
+    mask = mask[:, :, None]
+    first, second = load_pairs(x, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
+    first, second = turn(first, second, cos, sin)
+    if INTERLEAVED:
+        dims = tl.arange(0, 2 * BLOCK_R)[None, None, :]
+        both = join_pairs(first, second, BLOCK_H, BLOCK_T, BLOCK_R).to(q.dtype.element_ty)
+        tl.store(x + (at + dims), both, mask=mask & (dims < 2 * HALF))
+    else:
+        dims = tl.arange(0, BLOCK_R)[None, None, :]
+        mask = mask & (dims < HALF)
+        tl.store(x + (at + dims), first.to(q.dtype.element_ty), mask=mask)
+        tl.store(x + (at + (HALF + dims)), second.to(q.dtype.element_ty), mask=mask)
+
+
+def supports(q_dtype: torch.dtype) -> str | None:
+    """None when the kernel can do it, else why not."""
+    return None if q_dtype in _DTYPES else f"no Triton kernel for {q_dtype}"
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, interleaved: bool) -> None:
+    """Turn the first `rotary_dim` channels of every head of `q` and `k`, in place."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    num_positions, rotary_dim = cos_sin_cache.shape
+    if num_tokens == 0 or num_heads + num_kv_heads == 0 or rotary_dim == 0:
+        return
+    few = num_tokens * (num_heads + num_kv_heads) <= _FEW_ROWS
+    key = f"{'few' if few else 'many'} H{num_heads}/{num_kv_heads} D{head_dim} {q.element_size()} bytes"
+    launch = tuning.parameters("apply_rotary", q.device, key, default_parameters(few))
+    block_h = launch["BLOCK_H"]
+    groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    _rotate[triton.cdiv(num_tokens, launch["BLOCK_T"]) * groups,](
+        q, k, cos_sin_cache, positions, num_tokens, num_positions, cos_sin_cache.stride(0),
+        *q.stride()[:2], *k.stride()[:2],
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=rotary_dim // 2,
+        BLOCK_R=triton.next_power_of_2(rotary_dim // 2), INTERLEAVED=interleaved, ALIGN=alignment(q, k),
+        **launch,
+    )  # fmt: skip
+
+
+def default_parameters(few: bool) -> dict[str, int]:
+    """Launch parameters that are right on any GPU."""
+    return {"BLOCK_H": 2 if few else 8, "BLOCK_T": 4, "num_warps": 1}

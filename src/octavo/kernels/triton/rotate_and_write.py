@@ -1,0 +1,218 @@
+"""Norm of each head, rotary embedding and the write into the cache, in one launch.
+
+Queries, keys and values are read once, and no normalised or turned copy travels through memory. A program
+takes some heads of some tokens, either of the queries or of keys and values.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton import kv_write, quantization, tuning
+from octavo.kernels.triton.kv_write import place_of
+from octavo.kernels.triton.quantization import store
+from octavo.kernels.triton.rotary import join_pairs, load_angles, load_pairs, load_rest, turn
+
+_FEW_ROWS = 1 << 14  # up to so many (token, head) rows the launch is what takes time, not the bytes
+_VARYING = [
+    "num_tokens", "num_slots", "block_size", "num_positions", "table_row",
+    "q_token", "q_head", "k_token", "k_head", "v_token", "v_head",
+    "k_cache_block", "k_cache_slot", "k_cache_head", "v_cache_block", "v_cache_slot", "v_cache_head",
+    "k_scale_block", "k_scale_slot", "k_scale_head", "v_scale_block", "v_scale_slot", "v_scale_head",
+]  # fmt: skip
+
+
+@triton.jit
+def _load_weight(
+    weight, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """A norm's weight, cut like a head: (1, 1, R) twice, (1, 1, BLOCK_REST)."""
+    zero = tl.zeros((1, 1), tl.int64)
+    live = zero[:, :, None] == 0
+    first, second = load_pairs(weight, zero[:, :, None], live, HALF, 1, 1, BLOCK_R, INTERLEAVED)
+    rest = load_rest(weight, zero[:, :, None], live, HALF, HEAD_DIM, BLOCK_REST)
+    return first, second, rest
+
+
+@triton.jit
+def _normalised(
+    first, second, rest, weight, eps, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
+):  # fmt: skip
+    """A head, cut in three, over its root mean square, times the weight."""
+    squares = tl.sum(first * first + second * second, 2)
+    if HAS_REST:
+        squares += tl.sum(rest * rest, 2)
+    scale = tl.rsqrt(squares * (1.0 / HEAD_DIM) + eps)[:, :, None]
+    w_first, w_second, w_rest = _load_weight(weight, HALF, HEAD_DIM, BLOCK_R, BLOCK_REST, INTERLEAVED)
+    return first * scale * w_first, second * scale * w_second, rest * scale * w_rest
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _rotate_and_write(
+    q, k, v, q_out, table, positions, q_weight, k_weight, eps,
+    num_tokens, num_positions, table_row, q_token, q_head, k_token, k_head, v_token, v_head, slot_mapping,
+    k_cache, v_cache, k_scale, v_scale, num_slots, block_size,
+    k_cache_block, k_cache_slot, k_cache_head, v_cache_block, v_cache_slot, v_cache_head,
+    k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head,
+    k_scale_value, v_scale_value,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
+    FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    HAS_REST: tl.constexpr = 2 * HALF < HEAD_DIM
+    Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
+    group = tl.program_id(0) % (Q_GROUPS + KV_GROUPS)
+    token = (tl.program_id(0) // (Q_GROUPS + KV_GROUPS)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < num_tokens
+    position = tl.load(positions + token, mask=live, other=0)
+    pair_dims = tl.arange(0, BLOCK_R)[None, None, :]
+    both_dims = tl.arange(0, 2 * BLOCK_R)[None, None, :]
+    rest_dims = 2 * HALF + tl.arange(0, BLOCK_REST)[None, None, :]
+
+    if group < Q_GROUPS:
+        head = (group * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+        mask = ((head < NUM_HEADS)[:, None] & live[None, :])[:, :, None]
+        at = head[:, None] * q_head + token[None, :] * q_token
+        at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
+        first, second = load_pairs(q, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
+        rest = first
+        if HAS_REST:
+            rest = load_rest(q, at, mask, HALF, HEAD_DIM, BLOCK_REST)
+        cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R)
+        if HAS_NORM:
+            first, second, rest = _normalised(
+                first, second, rest, q_weight, eps, HALF, HEAD_DIM, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_REST
+            )
+        first, second = turn(first, second, cos, sin)
+        to = ((token[None, :] * NUM_HEADS + head[:, None]) * HEAD_DIM)[:, :, None]
+        kind: tl.constexpr = q_out.dtype.element_ty
+        if INTERLEAVED:
+            both = join_pairs(first, second, BLOCK_H, BLOCK_T, BLOCK_R).to(kind)
+            tl.store(q_out + (to + both_dims), both, mask=mask & (both_dims < 2 * HALF))
+        else:
+            tl.store(q_out + (to + pair_dims), first.to(kind), mask=mask & (pair_dims < HALF))
+            tl.store(q_out + (to + (HALF + pair_dims)), second.to(kind), mask=mask & (pair_dims < HALF))
+        if HAS_REST:
+            tl.store(q_out + (to + rest_dims), rest.to(kind), mask=mask & (rest_dims < HEAD_DIM))
+    else:
+        head = ((group - Q_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+        wanted = (head < NUM_KV_HEADS)[:, None] & live[None, :]
+        slots = tl.load(slot_mapping + token, mask=live, other=-1)
+        mask = wanted[:, :, None]
+        at = head[:, None] * k_head + token[None, :] * k_token
+        at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
+        first, second = load_pairs(k, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
+        rest = first
+        if HAS_REST:
+            rest = load_rest(k, at, mask, HALF, HEAD_DIM, BLOCK_REST)
+        v_at = head[:, None] * v_head + token[None, :] * v_token
+        v_at = tl.multiple_of(v_at, (ALIGN, ALIGN))[:, :, None]
+        dims = tl.arange(0, BLOCK_D)[None, None, :]
+        values = tl.load(
+            v + (v_at + dims), mask=mask & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first"
+        )
+        cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R)
+        if HAS_NORM:
+            first, second, rest = _normalised(
+                first, second, rest, k_weight, eps, HALF, HEAD_DIM, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_REST
+            )
+        first, second = turn(first, second, cos, sin)
+
+        block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
+        wanted = wanted & inside[None, :]
+        mask = wanted[:, :, None]
+        k_to = (block * k_cache_block + offset * k_cache_slot)[None, :] + head[:, None] * k_cache_head
+        v_to = (block * v_cache_block + offset * v_cache_slot)[None, :] + head[:, None] * v_cache_head
+        k_to = tl.multiple_of(k_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None]
+        v_to = tl.multiple_of(v_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None]
+        k_scale_at = (block * k_scale_block + offset * k_scale_slot)[None, :] + head[:, None] * k_scale_head
+        v_scale_at = (block * v_scale_block + offset * v_scale_slot)[None, :] + head[:, None] * v_scale_head
+        k_highest, v_highest = 0.0, 0.0
+        if K_SCALE == 3:
+            first_magnitude = quantization.magnitude(first)
+            k_highest = tl.max(tl.maximum(first_magnitude, quantization.magnitude(second)), 2)
+            if HAS_REST:
+                k_highest = tl.maximum(k_highest, tl.max(quantization.magnitude(rest), 2))
+        if V_SCALE == 3:
+            v_highest = tl.max(quantization.magnitude(values.to(tl.float32)), 2)
+        k_factor = quantization.factor(
+            k_highest, k_scale, k_scale_at, wanted, k_scale_value, FORM, K_SCALE, 2
+        )
+        v_factor = quantization.factor(
+            v_highest, v_scale, v_scale_at, wanted, v_scale_value, FORM, V_SCALE, 2
+        )
+        if INTERLEAVED:
+            both = join_pairs(first, second, BLOCK_H, BLOCK_T, BLOCK_R)
+            store(k_cache, k_to + both_dims, both, mask & (both_dims < 2 * HALF), k_factor, FORM)
+        else:
+            store(k_cache, k_to + pair_dims, first, mask & (pair_dims < HALF), k_factor, FORM)
+            store(k_cache, k_to + (HALF + pair_dims), second, mask & (pair_dims < HALF), k_factor, FORM)
+        if HAS_REST:
+            store(k_cache, k_to + rest_dims, rest, mask & (rest_dims < HEAD_DIM), k_factor, FORM)
+        store(v_cache, v_to + dims, values, mask & (dims < HEAD_DIM), v_factor, FORM)
+
+
+def supports(q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> str | None:
+    """None when the kernel can do it, else why not."""
+    return kv_write.supports(q_dtype, cache_dtype)
+
+
+def rotate_and_write_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    interleaved: bool = False,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+) -> Tensor:
+    """The turned `q`, a new contiguous tensor; the turned `k`, and `v`, are in their slots of the caches."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    half = cos_sin_cache.shape[1] // 2
+    q_out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    few = num_tokens * (num_heads + 2 * num_kv_heads) <= _FEW_ROWS
+    key = (
+        f"{'few' if few else 'many'} H{num_heads}/{num_kv_heads} D{head_dim} "
+        f"{q.element_size()} to {k_cache.element_size()} bytes"
+    )
+    launch = tuning.parameters("rotate_and_write_kv_cache", q.device, key, default_parameters(few))
+    block_h = launch["BLOCK_H"]
+    groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    programs = triton.cdiv(num_tokens, launch["BLOCK_T"]) * groups
+    if programs == 0:
+        return q_out
+    cache, forms = kv_write.cache_arguments(k_cache, v_cache, k_scale, v_scale)
+    _rotate_and_write[programs,](
+        q, k, v, q_out, cos_sin_cache, positions, q_weight, k_weight, float(eps),
+        num_tokens, cos_sin_cache.shape[0], cos_sin_cache.stride(0),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], slot_mapping, *cache,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim), HALF=half, BLOCK_R=triton.next_power_of_2(max(half, 1)),
+        BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), INTERLEAVED=interleaved,
+        HAS_NORM=q_weight is not None, ALIGN=kv_write.alignment(q, k, v), **forms, **launch,
+    )  # fmt: skip
+    return q_out
+
+
+def default_parameters(few: bool) -> dict[str, int]:
+    """Launch parameters that are right on any GPU."""
+    return {"BLOCK_H": 2 if few else 8, "BLOCK_T": 4, "num_warps": 1}
