@@ -6,6 +6,10 @@ A result file is ``bench/results/<hardware>/<name>.json``::
      "rows": [{"name": str, "value": number, "unit": str, "better": "higher" | "lower",
                "floor": number | null, "peers": {str: number}, "ratio": {str: number}}]}
 
+A file of GPU kernels also has ``"ceilings": {str: number}``, the measured rates of that GPU, and ``"failed":
+{row name: reason}``. Its floors are bounds that follow from them, not promises, and a row has ``"details"``:
+its spread, its error, the project's bar.
+
 `ratio` is how many times better Octavo is than that peer, in the direction of `better`. A document asks
 for a table with ``<!-- results: <hardware>/<name> [row name | pattern] -->`` and ``<!-- /results -->``
 around it; ``python -m octavo.bench.report`` fills in what stands between, ``--check`` only compares.
@@ -29,7 +33,7 @@ from typing import Any
 
 from octavo.errors import OctavoError
 
-PACKAGES = ("octavo", "torch", "numpy", "numba", "tokenizers", "transformers")
+PACKAGES = ("octavo", "torch", "triton", "numpy", "numba", "tokenizers", "transformers")
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
@@ -39,7 +43,11 @@ class ResultFileError(OctavoError, ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One measured value. `floor` is what the project promises at the least (or at the most, for `lower`)."""
+    """One measured value.
+
+    `floor` is what the project promises at the least (or at the most, for `lower`); in a file with ceilings
+    it is the best that this hardware can do. `details`: more of the row, None where there is nothing more.
+    """
 
     name: str
     value: float
@@ -47,6 +55,7 @@ class Row:
     better: str = "higher"
     floor: float | None = None
     peers: dict[str, float] = field(default_factory=dict)
+    details: dict[str, float | str] | None = None
 
     @property
     def ratio(self) -> dict[str, float]:
@@ -57,27 +66,43 @@ class Row:
 
 
 def write_result(
-    path: Path, rows: list[Row], *, command: str, extra_versions: dict[str, str] | None = None
+    path: Path,
+    rows: list[Row],
+    *,
+    command: str,
+    extra_versions: dict[str, str] | None = None,
+    gpu: str = "",
+    ceilings: dict[str, float] | None = None,
+    failed: dict[str, str] | None = None,
 ) -> None:
     """Writes a result file with today's date, this commit, this machine and the versions in use.
 
-    `extra_versions` names peers that live in an environment of their own. `ResultFileError` when the file
-    cannot be written.
+    `extra_versions` names peers that live in an environment of their own; `gpu` what ran, where that was no
+    CPU. `ResultFileError` when the file cannot be written.
     """
-    result = {
+    result: dict[str, Any] = {
         "command": command,
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "hardware": hardware(),
+        "hardware": f"{gpu}; {hardware()}" if gpu else hardware(),
         "versions": {**versions(), **(extra_versions or {})},
-        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
     }
+    if ceilings is not None:
+        result |= {"ceilings": ceilings, "failed": failed or {}}
+    result["rows"] = [_as_dict(row) for row in rows]
     validate(result, str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ResultFileError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _as_dict(row: Row) -> dict[str, Any]:
+    content = {**asdict(row), "ratio": row.ratio}
+    if row.details is None:
+        del content["details"]
+    return content
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -106,7 +131,11 @@ def validate(result: Any, where: str) -> None:
 
     expect(isinstance(result, dict), "must be a JSON object")
     keys = {"command", "commit", "date", "hardware", "versions", "rows"}
-    expect(set(result) == keys, f"must have the keys {sorted(keys)}, has {sorted(result)}")
+    extra = {"ceilings", "failed"} if "ceilings" in result else set()
+    expect(set(result) == keys | extra, f"must have the keys {sorted(keys | extra)}, has {sorted(result)}")
+    if extra:
+        expect(is_numbers(result["ceilings"]), "ceilings must map names to numbers")
+        expect(isinstance(result["failed"], dict), "failed must map row names to reasons")
     for key in ("command", "commit", "date", "hardware"):
         expect(isinstance(result[key], str) and bool(result[key]), f"{key} must be a non-empty string")
     versions = result["versions"]
@@ -118,7 +147,10 @@ def validate(result: Any, where: str) -> None:
     row_keys = {"name", "value", "unit", "better", "floor", "peers", "ratio"}
     for index, row in enumerate(result["rows"]):
         at = f"rows[{index}]"
-        expect(isinstance(row, dict) and set(row) == row_keys, f"{at} must have the keys {sorted(row_keys)}")
+        expect(
+            isinstance(row, dict) and set(row) - {"details"} == row_keys,
+            f"{at} must have the keys {sorted(row_keys)}",
+        )
         expect(
             isinstance(row["name"], str) and isinstance(row["unit"], str),
             f"{at}: name and unit must be strings",
@@ -197,6 +229,18 @@ def cpu_info() -> tuple[str, frozenset[str]]:
     )
 
 
+def gpu_name() -> str:
+    """The GPU that torch uses and its driver, ``NVIDIA H200, driver 580.159.04``."""
+    import torch
+
+    name: str = torch.cuda.get_device_name()
+    try:
+        driver = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return name
+    return f"{name}, driver {driver.group(1)}" if driver else name
+
+
 def num_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -229,7 +273,8 @@ def table(result: dict[str, Any], pattern: str = "*") -> str:
         raise ResultFileError(f"no row of {result['command']!r} matches {pattern!r}")
     peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
     has_floor = any(row["floor"] is not None for row in rows)
-    header = ["", "Octavo", *peers, *(["promised"] if has_floor else [])]
+    is_bound = "ceilings" in result
+    header = ["", "Octavo", *peers, *(["bound" if is_bound else "promised"] if has_floor else [])]
     lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
     for row in rows:
         cells = [row["name"], f"{number(row['value'])} {row['unit']}"]
@@ -238,12 +283,16 @@ def table(result: dict[str, Any], pattern: str = "*") -> str:
                 f"{number(row['peers'][peer])} ({row['ratio'][peer]:.2f}x)" if peer in row["peers"] else ""
             )
         if has_floor:
-            bound = "at least" if row["better"] == "higher" else "at most"
-            cells.append("" if row["floor"] is None else f"{bound} {number(row['floor'])}")
+            promise = "" if is_bound else "at least " if row["better"] == "higher" else "at most "
+            cells.append("" if row["floor"] is None else f"{promise}{number(row['floor'])}")
         lines.append("| " + " | ".join(cells) + " |")
     used = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "octavo")
     where = f"on {result['hardware']}; {result['date']}, commit {result['commit'][:10]}; {used}."
     source = f"`{result['command']}` {where}"
+    if is_bound:
+        source += (
+            f" Bounds from {', '.join(f'{name} {value:g}' for name, value in result['ceilings'].items())}."
+        )
     if peers:
         source += " In brackets: how many times better Octavo is."
     return "\n".join([*lines, "", source])

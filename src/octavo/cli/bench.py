@@ -1,4 +1,4 @@
-"""`octavo bench throughput`: tokens a second on a standard workload."""
+"""`octavo bench`: the engine on a standard workload, the kernels on a GPU, and their launch parameters."""
 
 from __future__ import annotations
 
@@ -90,9 +90,74 @@ def throughput(
         write_result(json_file, result.rows(f"{workload} workload"), command=command)
 
 
-def _check_writable(path: Path) -> None:
+@app.command()
+def kernels(
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(help="Only rows whose name matches, such as 'decode/*'; repeatable.", metavar="PATTERN"),
+    ] = None,
+    peers: Annotated[
+        str,
+        typer.Option(help="Libraries to compare with: all that are installed, none, or names with commas."),
+    ] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The rows that tell the most, and no peers unless asked for.")
+    ] = False,
+    list_rows: Annotated[bool, typer.Option("--list", help="Print the names of the rows and stop.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write a result file as in bench/results/.", metavar="FILE")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the roofline picture (.png, .svg).", metavar="FILE")
+    ] = None,
+) -> int:
+    """Check Octavo's kernels on this GPU, then time them beside their floor and other libraries.
+
+    From a cold cache, in CUDA graphs. The exit status is 1 when a kernel is wrong or does not run.
+    """
+    for option, path in (("--json", json_file), ("--plot", plot_file)):
+        if path is not None:
+            _check_writable(path, option)
+    from octavo.bench import kernels as bench_kernels
+
+    chosen = bench_kernels.chosen(rows or [], quick)
+    if list_rows:
+        print("\n".join(case.name for case in chosen))
+        return 0
+    from octavo.cli.kernel_table import measure
+
+    names: list[str] | None
+    if peers in ("", "all"):
+        names = [] if quick and not peers else None
+    else:
+        names = [] if peers == "none" else [name.strip() for name in peers.split(",")]
+    return measure(chosen, names, json_file, plot_file, shlex.join(["octavo", *sys.argv[1:]]))
+
+
+@app.command()
+def tune(
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Only this kernel; repeatable.", metavar="NAME")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the table goes; default: where the kernels look for it.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Find the best launch parameters of every kernel on this GPU and keep them in a table.
+
+    Tries each variant of each kernel on its own cases. Takes minutes; nothing else should run on the GPU.
+    """
+    if out is not None:
+        _check_writable(out, "--out")
+    from octavo.bench.tune import tune as run
+
+    run(kernel or [], out, print)
+
+
+def _check_writable(path: Path, option: str = "--json") -> None:
     """ConfigError now rather than after the run when no file can be written there."""
     if not path.parent.is_dir():
-        raise ConfigError(f"--json: there is no folder {str(path.parent)!r}; make it first")
+        raise ConfigError(f"{option}: there is no folder {str(path.parent)!r}; make it first")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json: {str(path)!r} cannot be written; name another file")
+        raise ConfigError(f"{option}: {str(path)!r} cannot be written; name another file")

@@ -1,0 +1,183 @@
+"""Octavo's kernels on a GPU: checked, then timed from a cold cache, beside their floor and their peers."""
+
+from __future__ import annotations
+
+import fnmatch
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from octavo.bench.kernel_cases import AttentionInputs, Case, Memory, Work, cases, relative_error
+from octavo.bench.peers import DENSE, NotForThis, Peer, usable
+from octavo.bench.report import Row
+from octavo.bench.roofline import Ceilings, Point, measure_ceilings
+from octavo.bench.timing import GpuTime, gpu_time
+from octavo.errors import ConfigError, OctavoError
+
+PEER_TOLERANCE = 2e-2
+_COLD = 2.5  # sets of inputs together, in sizes of the GPU's L2 cache
+_LEAST_COLD_BYTES = 256 << 20
+
+
+@dataclass
+class Measured:
+    """One row: a result, or why there is none."""
+
+    case: Case
+    time: GpuTime | None = None
+    value: float = math.nan  # in the unit of the case
+    floor: float = math.nan
+    peers: dict[str, float] = field(default_factory=dict)
+    peer_failures: dict[str, str] = field(default_factory=dict)
+    error: float = math.nan
+    failure: str = ""
+    point: Point | None = None
+
+    def row(self) -> Row:
+        """As in a result file."""
+        assert self.time is not None
+        spread = (self.time.slowest_us - self.time.fastest_us) / self.time.median_us
+        details: dict[str, float | str] = {
+            "us": round(self.time.median_us, 3),
+            "spread": round(spread, 4),
+            "error": float(f"{self.error:.2e}"),
+        }
+        if self.case.bar is not None:
+            details["bar"] = self.case.bar
+        if not self.time.is_graph:
+            details["how"] = "launched one by one"
+        better = "lower" if self.case.unit == "us" else "higher"
+        peers = {name: round(value, 3) for name, value in self.peers.items()}
+        return Row(
+            self.case.name, round(self.value, 3), self.case.unit, better, round(self.floor, 3), peers, details
+        )
+
+
+def chosen(patterns: Sequence[str], quick: bool) -> list[Case]:
+    """The cases whose names match one of the patterns (none given: all); quick: the few that tell the most.
+
+    Raises:
+        ConfigError: a pattern matches no row.
+    """
+    every = list(cases())
+    for pattern in patterns:
+        if not any(fnmatch.fnmatch(case.name, pattern) for case in every):
+            families = ", ".join(f"{family}/*" for family in dict.fromkeys(case.family for case in every))
+            raise ConfigError(f"--rows: {pattern!r} matches no row; there are {families}")
+    return [
+        case
+        for case in every
+        if (not patterns and (case.quick or not quick))
+        or any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)
+    ]
+
+
+class Bench:
+    """Ceilings, peers and inputs of one run on one GPU."""
+
+    def __init__(self, device: torch.device, peer_names: Sequence[str] | None) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        cache = getattr(properties, "L2_cache_size", 0)
+        self.device = device
+        self.memory = Memory(device, max(_LEAST_COLD_BYTES, int(_COLD * cache)))
+        self.ceilings: Ceilings = measure_ceilings(device)
+        self.peers, self.missing_peers = usable(peer_names)
+
+    def run(self, every: Iterable[Case]) -> Iterator[Measured]:
+        """Measures one case after another; a case that cannot run is a `failure`, never an exception."""
+        for case in every:
+            try:
+                measured = self._measure(case)
+            except Exception as error:
+                measured = Measured(case, failure=_told(error))
+                if isinstance(error, torch.OutOfMemoryError):
+                    self.memory.release()
+                elif _is_dead(error):
+                    yield measured
+                    return
+            gc.collect()
+            yield measured
+
+    def _measure(self, case: Case) -> Measured:
+        with torch.inference_mode():
+            work = case.build(self.memory)
+            measured = Measured(case, error=work.error())
+            torch.cuda.synchronize()
+            if not measured.error <= work.tolerance:
+                measured.failure = (
+                    f"wrong by {measured.error:.1e} against the reference ({work.tolerance:.0e} allowed)"
+                )
+                return measured
+            measured.time = gpu_time(work.calls)
+            floor_us = self.ceilings.floor_us(work.bytes_moved, work.flops, work.copies)
+            measured.value = _in_unit(case, work, measured.time.median_us)
+            measured.floor = _in_unit(case, work, floor_us)
+            if work.flops:
+                measured.point = Point(
+                    case.name, work.flops / work.bytes_moved, work.flops / measured.time.median_us * 1e6
+                )
+            for peer in self.peers:
+                if any(case.family.startswith(family) for family in peer.families):
+                    self._measure_peer(peer, work, measured)
+        return measured
+
+    def _measure_peer(self, peer: Peer, work: Work, measured: Measured) -> None:
+        try:
+            calls = peer.calls(work.inputs)
+            error = _peer_error(peer, work, calls)
+            if not error <= PEER_TOLERANCE:
+                measured.peer_failures[peer.name] = f"wrong by {error:.1e}"
+                return
+            measured.peers[peer.name] = _in_unit(measured.case, work, gpu_time(calls).median_us)
+        except NotForThis:
+            pass
+        except Exception as error:
+            if _is_dead(error):
+                raise
+            measured.peer_failures[peer.name] = _told(error)
+
+
+def _in_unit(case: Case, work: Work, us: float) -> float:
+    return us if case.unit == "us" else work.flops / us / 1e6
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, OctavoError) else f"{type(error).__name__}: {text}"
+
+
+def _is_dead(error: Exception) -> bool:
+    """After an illegal access every further call of this process fails."""
+    return "illegal memory access" in str(error) or "unspecified launch failure" in str(error)
+
+
+def _peer_error(peer: Peer, work: Work, calls: list[Callable[[], Any]]) -> float:
+    """What the peer makes of the first set, checked where it means the same; 0 for draws, which differ."""
+    inputs = work.inputs
+    if not isinstance(inputs, AttentionInputs):
+        calls[0]()
+        return 0.0
+    if peer.name in DENSE:
+        return _dense_error(inputs, calls[0]())
+    inputs.out.fill_(math.nan)
+    result = calls[0]()
+    index, exact = inputs.sampled()
+    ours = inputs.out
+    if isinstance(result, torch.Tensor) and result.numel() == ours.numel():
+        ours = result.view_as(ours)
+    return relative_error(ours[index], exact)
+
+
+def _dense_error(inputs: AttentionInputs, result: torch.Tensor) -> float:
+    """The last row of the last sequence, which sees every key."""
+    shape = inputs.shape
+    heads, kv_heads, head_dim = shape.heads
+    keys = (inputs.sets, shape.batch, kv_heads, shape.lens_k[0], head_dim)
+    k, v = (x.reshape(-1)[: math.prod(keys)].view(keys)[0, -1].float() for x in (inputs.k, inputs.v))
+    q = inputs.q[0, -1].float().view(kv_heads, heads // kv_heads, head_dim)
+    weights = torch.softmax(q @ k.transpose(1, 2) * head_dim**-0.5, dim=-1)
+    return relative_error(result[-1, :, -1], (weights @ v).view(heads, head_dim))

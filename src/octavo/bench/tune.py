@@ -1,0 +1,172 @@
+"""`octavo bench tune`: the launch parameters that are fastest on this GPU, kept where the kernels look.
+
+A variant is compiled in one of several processes, which share Triton's cache on disk, and then timed alone in
+this one. Kernels say what there is to try: see `octavo.kernels.triton.tuning.Tuning`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import pkgutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.bench.report import commit, gpu_name, num_cores, versions
+from octavo.bench.timing import gpu_time
+from octavo.errors import ConfigError, nearest
+from octavo.kernels import triton as room
+from octavo.kernels.triton import tuning
+from octavo.kernels.triton.tuning import Case, Parameters, Tuning
+
+_WORTH = 0.98  # a variant must take at most this much of the default's time: less is noise
+_GROUP_MS = 8.0
+
+
+def tune(kernels: Sequence[str], out: Path | None, say: Callable[[str], None]) -> Path:
+    """Tunes the kernels named (none: all that can be) and writes the table; entries of others are kept.
+
+    Raises:
+        ConfigError: no GPU here, or no such kernel.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("bench tune needs a GPU that torch can use, and there is none here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = room.unfit_reason("cuda")
+    if reason is not None:
+        raise ConfigError(f"bench tune: {reason}")
+    found = tunings()
+    for name in kernels:
+        if name not in found:
+            raise ConfigError(f"--kernel: {name!r} is none of {', '.join(found)}{nearest(name, found)}")
+    path = out or tuning.table_path(device)
+    assert path is not None
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    table = content.get("kernels", {})
+    chosen = {name: one for name, one in found.items() if not kernels or name in kernels}
+    compile_all({name: module for name, (module, _) in chosen.items()}, say)
+    for name, (_, one) in chosen.items():
+        table.setdefault(name, {}).update(tune_one(one, say))
+        write(path, table)  # after each kernel, so that a run that is cut short was not in vain
+    tuning.forget()
+    say(f"written: {path}")
+    return path
+
+
+def tunings() -> dict[str, tuple[str, Tuning]]:
+    """Kernel -> (module, what there is to try) for every module of the room that exports TUNING."""
+    modules = [f"{room.__name__}.{module.name}" for module in pkgutil.iter_modules(room.__path__)]
+    return {one.name: (module, one) for module in modules for one in _exported(module)}
+
+
+def _exported(module: str) -> Sequence[Tuning]:
+    """A module exports one Tuning or several."""
+    found = getattr(importlib.import_module(module), "TUNING", ())
+    return (found,) if isinstance(found, Tuning) else tuple(found)
+
+
+def space_of(one: Tuning, case: Case) -> Sequence[Parameters]:
+    """What to try on that case, the default first and once."""
+    default = case["default"]
+    return [default, *(p for p in case.get("space", one.space) if dict(p) != dict(default))]
+
+
+def tune_one(one: Tuning, say: Callable[[str], None]) -> dict[str, Any]:
+    """Key -> entry of the table: the variant with the least product of times over the cases of the key."""
+    keys = list(dict.fromkeys(case["key"] for case in one.cases))
+    entries = {}
+    for key in keys:
+        alike = [case for case in one.cases if case["key"] == key]
+        default = dict(alike[0]["default"])
+        times = {
+            index: [_time(one, case, parameters) for case in alike]
+            for index, parameters in enumerate(space_of(one, alike[0]))
+        }
+        means = {index: math.exp(sum(map(math.log, us)) / len(us)) for index, us in times.items()}
+        best = min(means, key=lambda index: means[index])
+        if not math.isfinite(means[best]):
+            say(f"{one.name} {key}: nothing runs, not even the default")
+            continue
+        if means[best] > _WORTH * means[0]:
+            best = 0
+        parameters = dict(space_of(one, alike[0])[best])
+        entries[key] = {
+            "parameters": parameters,
+            "us": round(means[best], 2),
+            "default_us": round(means[0], 2) if math.isfinite(means[0]) else None,
+        }
+        kept = "the default" if parameters == default else " ".join(f"{k}={v}" for k, v in parameters.items())
+        say(f"{one.name} {key}: {means[best]:.2f} us, default {means[0]:.2f} us; {kept}")
+    return entries
+
+
+def _time(one: Tuning, case: Case, parameters: Parameters) -> float:
+    """Microseconds; infinite where these parameters do not fit the case or the GPU."""
+    try:
+        calls = one.run(case, parameters)
+        return gpu_time([calls] if callable(calls) else calls, _GROUP_MS, groups=3).median_us
+    except Exception as error:
+        if "illegal memory access" in str(error):
+            raise  # this process can do nothing more with the GPU
+        return math.inf
+
+
+def compile_all(modules: dict[str, str], say: Callable[[str], None]) -> None:
+    """Compile every variant of every kernel, in a process for each core, into the cache on disk."""
+    jobs = []
+    for name, module in modules.items():
+        one = _tuning(module, name)
+        jobs += [
+            (module, name, case, variant)
+            for case, content in enumerate(one.cases)
+            for variant in range(len(space_of(one, content)))
+        ]
+    workers = max(1, min(num_cores() - 1, 16, len(jobs)))
+    say(f"compiling {len(jobs)} variants in {workers} processes")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+        list(pool.map(_compile, *zip(*jobs, strict=True), chunksize=1))
+
+
+def _one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def _tuning(module: str, name: str) -> Tuning:
+    return next(one for one in _exported(module) if one.name == name)
+
+
+def _compile(module: str, name: str, case: int, variant: int) -> None:
+    """One launch, for the sake of what it leaves on disk; a variant that fails will fail again when timed."""
+    one = _tuning(module, name)
+    try:
+        calls = one.run(one.cases[case], space_of(one, one.cases[case])[variant])
+        (calls if callable(calls) else calls[0])()
+        torch.cuda.synchronize()
+    except Exception:
+        return
+
+
+def write(path: Path, table: dict[str, Any]) -> None:
+    """The table as JSON, a line for each key."""
+    head = {
+        "gpu": gpu_name().split(",")[0],
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": {name: version for name, version in versions().items() if name in ("torch", "triton")},
+    }
+    blocks = []
+    for kernel, entries in sorted(table.items()):
+        lines = [f"   {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(entries.items())]
+        blocks.append(f"  {json.dumps(kernel)}: {{\n" + ",\n".join(lines) + "\n  }")
+    text = json.dumps(head, indent=1)[:-2] + ',\n "kernels": {\n' + ",\n".join(blocks) + "\n }\n}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

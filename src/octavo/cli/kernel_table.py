@@ -1,0 +1,117 @@
+"""`octavo bench kernels`: runs the rows and prints each as soon as it is measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from octavo.bench.kernel_cases import Case
+from octavo.bench.kernels import Bench, Measured
+from octavo.bench.peers import PEERS
+from octavo.bench.report import gpu_name, number, write_result
+from octavo.bench.roofline import plot
+from octavo.errors import ConfigError, nearest
+
+
+def measure(
+    chosen: Sequence[Case],
+    peer_names: Sequence[str] | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+    command: str,
+) -> int:
+    """Measure the rows and print them; the exit status.
+
+    Raises:
+        ConfigError: there is no GPU, or no such peer.
+    """
+    known = list(dict.fromkeys(peer.name for peer in PEERS))
+    for name in peer_names or ():
+        if name not in known:
+            raise ConfigError(
+                f"--peers: unknown library {name!r}, expected all, none or some of {', '.join(known)}"
+                f"{nearest(name, known)}"
+            )
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "bench kernels needs a GPU that torch can use, and there is none here. What runs on the CPU: "
+            "octavo bench throughput (the engine), octavo doctor (every kernel checked)"
+        )
+    started = time.monotonic()
+    device = torch.device("cuda", torch.cuda.current_device())
+    bench = Bench(device, peer_names)
+    width = max(len(case.name) for case in chosen)
+    print(
+        f"{gpu_name()}; " + ", ".join(f"{name} {value:g}" for name, value in bench.ceilings.as_dict().items())
+    )
+    for name, reason in bench.missing_peers.items():
+        print(f"not compared with {name}: {reason}")
+    print(f"{'':{width}}  {'Octavo':>9}  {'of bound':>8}  {'spread':>6}")
+    measured = []
+    for row in bench.run(chosen):
+        measured.append(row)
+        print(_line(row, width), flush=True)
+    failed = [row for row in measured if row.failure]
+    good = [row for row in measured if not row.failure]
+    print(_verdict(good, failed, len(chosen), time.monotonic() - started))
+    if plot_file is not None:
+        points = [row.point for row in good if row.point is not None]
+        plot(points, bench.ceilings, gpu_name(), plot_file)
+    if json_file is not None:
+        if not good:
+            print(f"{json_file} is not written: no row was measured")
+            return 1
+        used = dict.fromkeys(name for row in good for name in row.peers)
+        versions = {
+            peer.name: peer.version() for peer in bench.peers if peer.name in used and peer.package != "torch"
+        }
+        failures = {row.case.name: row.failure for row in failed}
+        failures |= {
+            f"{row.case.name} {peer}": reason for row in good for peer, reason in row.peer_failures.items()
+        }
+        write_result(
+            json_file,
+            [row.row() for row in good],
+            command=command,
+            extra_versions=versions,
+            gpu=gpu_name(),
+            ceilings=bench.ceilings.as_dict(),
+            failed=failures,
+        )
+    return 1 if failed or len(measured) < len(chosen) else 0
+
+
+def _line(row: Measured, width: int) -> str:
+    name = f"{row.case.name:{width}}"
+    if row.time is None:
+        return f"{name}  FAILED: {row.failure}"
+    of_bound = row.floor / row.value if row.case.unit == "us" else row.value / row.floor
+    spread = (row.time.slowest_us - row.time.fastest_us) / row.time.median_us
+    line = f"{name}  {number(row.value):>6} {row.case.unit:2}  {of_bound:>7.0%}  {spread:>6.1%}"
+    if row.case.bar is not None:
+        met = row.value <= row.case.bar if row.case.unit == "us" else row.value >= row.case.bar
+        line += f"  bar {number(row.case.bar)} {'met' if met else 'MISSED'}"
+    for peer, value in row.peers.items():
+        ratio = value / row.value if row.case.unit == "us" else row.value / value
+        line += f"  {peer} {number(value)} ({ratio:.2f}x)"
+    for peer, reason in row.peer_failures.items():
+        line += f"  {peer} failed: {reason[:60]}"
+    return line
+
+
+def _verdict(good: list[Measured], failed: list[Measured], asked: int, seconds: float) -> str:
+    with_bar = [row for row in good if row.case.bar is not None]
+    met = sum(
+        row.value <= row.case.bar if row.case.unit == "us" else row.value >= row.case.bar
+        for row in with_bar
+        if row.case.bar is not None and not math.isnan(row.value)
+    )
+    text = f"{len(good)} rows in {seconds:.0f} s; {met} of {len(with_bar)} bars met"
+    lost = asked - len(good) - len(failed)
+    if failed:
+        text += f"; {len(failed)} FAILED"
+    return text + (f"; {lost} not run: the GPU needs a new process" if lost else "")
