@@ -1,6 +1,7 @@
 """Bytes of requests, blocks of budgets, and the memory that is left."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -115,7 +116,7 @@ def test_blocks_for_bytes_are_whole() -> None:
     assert [num_blocks_for_bytes(SMALL, n) for n in (-1, 0, 255, 256, 1_000)] == [0, 0, 0, 1, 3]
 
 
-def resolve(**arguments: int | None) -> int:
+def resolve(**arguments: Any) -> int:
     return resolve_num_blocks(
         SMALL, **{"max_model_len": 10, "max_num_seqs": 2, "free_bytes": 10_000, **arguments}
     )
@@ -128,6 +129,7 @@ def test_stated_sizes_are_taken_as_they_are() -> None:
 
 def test_from_free_memory_the_cache_takes_its_share_but_no_more_than_the_requests_need() -> None:
     assert resolve(free_bytes=3_000) == 4  # 40 % are 1,200 bytes
+    assert resolve(free_bytes=3_000, share=0.5) == 5
     assert resolve(free_bytes=10**9) == 6  # two requests of 10 tokens: 3 blocks each
     assert 1 <= resolve(free_bytes=None) <= 6
 
@@ -137,6 +139,8 @@ def test_a_budget_below_one_block_says_what_would_fit() -> None:
         resolve(memory_bytes=255)
     for part in ("kv_cache_memory is 255 bytes", "256 bytes", "max_model_len=10", "768 bytes"):
         assert part in str(caught.value)
+    with pytest.raises(CapacityError, match="90% of free memory is 0 bytes"):
+        resolve(free_bytes=-5, share=0.9)
     with pytest.raises(CapacityError, match="40% of free memory is 40 bytes"):
         resolve(free_bytes=100)
     with pytest.raises(ConfigError, match="num_blocks must be at least 1, got 0"):

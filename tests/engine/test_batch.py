@@ -45,6 +45,7 @@ def check_batch(engine: ScriptedEngine, plan: Schedule, batch: Batch) -> None:
     assert meta.max_seqlen_k == max(b - a for a, b in pairwise(cu_k))
     assert meta.block_table.shape == (len(plan.sequences), -(-meta.max_seqlen_k // engine.block_size))
     assert batch.logits_rows.tolist() == [cu_q[row + 1] - 1 for row in plan.sampled_rows]
+    buffers = set()
     for tensor, dtype in (
         (batch.input_ids, torch.int64),
         (batch.positions, torch.int64),
@@ -56,6 +57,9 @@ def check_batch(engine: ScriptedEngine, plan: Schedule, batch: Batch) -> None:
     ):
         assert tensor.dtype == dtype
         assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 16 == 0
+        buffers.add(tensor.untyped_storage().data_ptr())
+    assert len(buffers) == 1, "parts of one buffer, so that one copy takes them to a GPU"
 
 
 def test_mixed_step_spelled_out() -> None:

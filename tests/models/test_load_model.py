@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from helpers.gguf_files import write_gguf
 from helpers.models import PagedDriver, hf_logits, random_ids, saved, tiny_hf_model
 
-from octavo.errors import ConfigError, ModelError, WeightsError
+from octavo.errors import CapacityError, ConfigError, ModelError, WeightsError
 from octavo.models.registry import load_model
 
 IDS = random_ids(15)
@@ -129,6 +130,45 @@ def test_a_machine_that_cannot_pack(tiny: str, monkeypatch: pytest.MonkeyPatch) 
     assert "this test says so" in loaded.model.layers[0].mlp.down.weight.note
     expected = hf_logits(tiny_hf_model("llama"), IDS)
     torch.testing.assert_close(PagedDriver(loaded).step({"a": IDS})["a"], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [(None, "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("bfloat16", "bfloat16")],
+)
+def test_elsewhere_than_on_the_cpu_the_dtype_is_that_of_the_checkpoint(
+    bare: str, stored: str | None, expected: str
+) -> None:
+    (Path(bare) / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": stored}))
+    assert load_model(bare, load_format="dummy").dtype == torch.float32
+    loaded = load_model(bare, load_format="dummy", device="meta")
+    assert (loaded.dtype, loaded.device) == (getattr(torch, expected), torch.device("meta"))
+    assert loaded.model.weights_form == "dense"
+    weight = loaded.model.layers[0].mlp.down.weight.data
+    assert (weight.dtype, weight.device) == (loaded.dtype, loaded.device)
+    assert load_model(bare, load_format="dummy", device="meta", dtype="float32").dtype == torch.float32
+
+
+def test_a_quantised_gguf_file_has_no_dtype_of_its_own(tmp_path: Path) -> None:
+    model = tiny_hf_model("llama", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    path = write_gguf(tmp_path / "q8.gguf", model, kind=GGMLQuantizationType.Q8_0)
+    assert load_model(path, device="meta").dtype == torch.bfloat16
+    path = write_gguf(tmp_path / "f32.gguf", tiny_hf_model("llama"))
+    assert load_model(path, device="meta").dtype == torch.float32
+
+
+def test_weights_that_a_device_has_no_room_for(bare: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("octavo.models.dense.DenseCausalLM", run_out)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**30))
+    expected = (
+        r"the weights of .*bare' take [\d.]+ KiB in bfloat16, and meta has 1 GiB, of which 1 MiB were left "
+        "when it ran out; .* take a smaller model"
+    )
+    with pytest.raises(CapacityError, match=expected):
+        load_model(bare, load_format="dummy", device="meta")
 
 
 def test_model_id_tells_apart_what_must_not_share_a_cache(tiny: str, tmp_path: Path) -> None:

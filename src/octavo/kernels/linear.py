@@ -112,8 +112,9 @@ def pack_weight(weight: Tensor, form: Form) -> PackedWeight:
     if reason is not None:
         if form == "float32":
             return PackedWeight(shape, "dense", weight.float(), note=f"not packed: {reason}")
+        way_out = "Use dtype float32." if weight.is_cpu else "Use form 'dense' there."
         raise UnsupportedKernelConfig(
-            f"{name}: form = {form!r} needs the compiled CPU kernels, and {reason}. Use dtype float32."
+            f"{name}: form = {form!r} needs the compiled CPU kernels, and {reason}. {way_out}"
         )
     if form == "int8":
         return _pack_int8(weight, shape)

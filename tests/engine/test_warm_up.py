@@ -1,0 +1,66 @@
+"""Steps over nothing: within an engine's limits, at its limits, and harmless."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.config import EngineConfig
+from octavo.engine.warm_up import empty_step, largest_step, sequences, steps_to_compile
+from octavo.sampling_params import SamplingParams
+
+
+def config_of(num_seqs: int, num_tokens: int, length: int) -> EngineConfig:
+    return EngineConfig(
+        model="m", max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens, max_model_len=length
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_new"),
+    [
+        ((3, 10, 100), [8, 1, 1]),
+        ((3, 10, 4), [4, 4, 2]),
+        ((3, 20, 4), [4, 4, 4]),  # no step is larger than all its sequences
+        ((8, 4, 100), [1, 1, 1, 1]),
+        ((1, 10, 100), [10]),
+    ],
+)
+def test_the_largest_step(limits: tuple[int, int, int], num_new: list[int]) -> None:
+    found, lengths = largest_step(config_of(*limits))
+    assert found == num_new
+    assert lengths == [*num_new[:-1], limits[2]]
+
+
+@pytest.mark.parametrize("limits", [(1, 1, 1), (6, 40, 100), (256, 512, 4096), (5, 3, 2)])
+def test_every_step_is_one_that_could_be_scheduled(limits: tuple[int, int, int]) -> None:
+    config = config_of(*limits)
+    shapes = list(steps_to_compile(config))
+    for num_new, lengths in shapes:
+        assert 1 <= len(num_new) == len(lengths) <= limits[0]
+        assert sum(num_new) <= limits[1]
+        assert all(1 <= new <= length <= limits[2] for new, length in zip(num_new, lengths, strict=True))
+    assert {len(new) for new, _ in shapes if max(new) == 1} >= {1, min(limits[0], limits[1])}
+    assert max(max(new) for new, _ in shapes) == min(limits[1], limits[2])
+    assert {max(lengths) for _, lengths in shapes} >= {1, limits[2]}
+    assert largest_step(config) in shapes
+
+
+def test_a_step_over_nothing_spelled_out() -> None:
+    batch = empty_step(([3, 1], [3, 9]), 4, torch.device("cpu"))
+    assert batch.input_ids.tolist() == [0, 0, 0, 0]
+    assert batch.positions.tolist() == [0, 1, 2, 8]
+    assert batch.metadata.slot_mapping.tolist() == [0, 1, 2, 0]
+    assert batch.metadata.cu_seqlens_q.tolist() == [0, 3, 4]
+    assert batch.metadata.cu_seqlens_k.tolist() == [0, 3, 12]
+    assert batch.metadata.block_table.tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert (batch.metadata.max_seqlen_q, batch.metadata.max_seqlen_k) == (3, 9)
+    assert batch.logits_rows.tolist() == [2, 3]
+
+
+def test_sequences_for_the_sampler() -> None:
+    params = SamplingParams(temperature=0.5)
+    found = sequences(3, params)
+    assert [seq.token_ids for seq in found] == [[0]] * 3
+    assert all(seq.params is params for seq in found)
+    assert [seq.seed for seq in found] == [0, 1, 2]
