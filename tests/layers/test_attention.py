@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from octavo.cache.storage import LayerCache
 from octavo.kernels.linear import pack_weight
 from octavo.layers.attention import Attention
 from octavo.layers.attention_metadata import AttentionMetadata
@@ -59,7 +60,7 @@ def test_attention_equals_plain_torch(rotary_dim: int, has_norm: bool, window: i
     untouched = x.clone()
     blocks, block_size = [3, 0, 5], 4
     cache = torch.full((6, block_size, KV_HEADS, DIM), torch.nan)
-    caches = (cache, cache.clone())
+    caches = LayerCache(cache, cache.clone())
     pieces = []
     for first, last in ((0, 6), (6, 7), (7, TOKENS)):
         positions = torch.arange(first, last)
@@ -105,7 +106,7 @@ def test_a_negative_slot_is_not_written() -> None:
         rope_table=rope_table(rope),
     )
     cache = torch.zeros(2, 4, KV_HEADS, DIM)
-    caches = (cache, cache.clone())
+    caches = LayerCache(cache, cache.clone())
     meta = AttentionMetadata(
         slot_mapping=torch.tensor([1, -1]),
         cu_seqlens_q=torch.tensor([0, 2], dtype=torch.int32),
@@ -115,7 +116,7 @@ def test_a_negative_slot_is_not_written() -> None:
         max_seqlen_k=2,
     )
     layer(torch.randn(2, HIDDEN, generator=generator), torch.arange(2), caches, meta)
-    for tensor in caches:
+    for tensor in (caches.k, caches.v):
         assert tensor.flatten(0, 1).abs().sum((1, 2)).nonzero().flatten().tolist() == [1]
 
 
