@@ -11,9 +11,8 @@ Three launches, whatever the batch:
 3. `_search`, a program per row, returns at once unless the list would have been too long (a flat row, a large
    top_k, equal logits by the thousand): then the cuts are searched for over the whole row.
 
-A row's bits never depend on the batch. Probabilities become integers, 2^39 for the most likely token, before
-they are added up across threads, so that no order of additions can matter; only the 64 of a group are added
-as floats, always by the same thread.
+A row's bits depend on nothing else: probabilities become integers before they are added up (2^39 for a row's
+most likely token, 2^22 for a group's), so that no order of additions matters.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -30,11 +29,13 @@ TILE = 8192
 GROUP = 64
 # Longest list of candidates; a row with more goes to `_search`. Packed counts need 11 bits.
 MAX_CANDIDATES = 1024
+_LAUNCH = {"choose_warps": 8, "at_once": 64, "search_warps": 16, "columns": 2048}
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 # Fixed point of probabilities relative to the largest. A list's sum stays below 2^51, a row's below 2^62.
 _ONE = tl.constexpr(2.0**39)
+_FROM_UNITS = tl.constexpr(2.0**17)  # of `_group_mass`
 _COUNT = tl.constexpr(51)
 _TALLY = tl.constexpr(1 << 51)
 _MASS = tl.constexpr((1 << 51) - 1)
@@ -90,6 +91,20 @@ def _weight(x, highest, scale):
     return tl.exp2((x - tl.maximum(highest, -3e38)) * scale)
 
 
+@triton.jit
+def _group_mass(x, highest, scale):
+    """Sum of a group's weights in units of 2^-22, an int32: the same in any order."""
+    # The sum of a weight and 2 has that unit; its bits less those of 2.0 are the weight in it.
+    units = (_weight(x, highest[None, :, None], scale) + 2.0).to(tl.int32, bitcast=True) - 0x40000000
+    return tl.sum(tl.sum(units, axis=2), axis=0)
+
+
+@triton.jit
+def _row_mass(units, likely):
+    """Mass of groups whose largest token has weight `likely`."""
+    return (units.to(tl.float32) * (likely * _FROM_UNITS)).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _summarise(
     logits,
@@ -119,11 +134,9 @@ def _summarise(
     out = (row.to(tl.int64) * num_tiles + tile) * GROUPS + tl.arange(0, GROUPS)
     tl.store(group_max + out, highest)
     if temperature > 0:
-        weights = _weight(x, highest[None, :, None], _scale(temperature))
-        tl.store(group_sum + out, tl.sum(tl.sum(weights, axis=2), axis=0))
+        tl.store(group_sum + out, _group_mass(x, highest, _scale(temperature)))
     if raw_sum is not None:
-        weights = _weight(x, highest[None, :, None], _LOG2E)
-        tl.store(raw_sum + out, tl.sum(tl.sum(weights, axis=2), axis=0))
+        tl.store(raw_sum + out, _group_mass(x, highest, _LOG2E))
 
 
 @triton.jit
@@ -248,14 +261,25 @@ def _first_in_tile(
 def _draw_in_tile(
     source, tile, fraction, scale, vocab_size, ROWS: tl.constexpr, GROUPS: tl.constexpr, VEC: tl.constexpr
 ):
-    """A token of the tile, by its probability relative to the largest of the tile."""
-    ids = tile * (ROWS * GROUPS * VEC) + tl.arange(0, ROWS * GROUPS * VEC)
-    x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    mass = (_weight(x, tl.max(x), scale) * _ONE).to(tl.int64)
-    ends = tl.cumsum(mass, axis=0)
-    total = tl.sum(mass)
+    """The token at `fraction` of a tile's mass, in id order: first its run of GROUPS x VEC ids, then itself.
+
+    Masses are relative to the tile's largest logit, so that a tile far below the row's still has some.
+    """
+    lanes = tl.arange(0, GROUPS * VEC)
+    runs = tl.arange(0, ROWS)
+    first = tile * (ROWS * GROUPS * VEC)
+    ids = first + runs[:, None] * (GROUPS * VEC) + lanes[None, :]
+    x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf"))
+    highest = tl.max(x).to(tl.float32)
+    run_mass = tl.sum((_weight(x.to(tl.float32), highest, scale) * _ONE).to(tl.int64), axis=1)
+    total = tl.sum(run_mass)
     point = tl.minimum((fraction * total.to(tl.float64)).to(tl.int64), total - 1)
-    return tile * (ROWS * GROUPS * VEC) + tl.sum((ends <= point).to(tl.int32))
+    run = tl.sum((tl.cumsum(run_mass, axis=0) <= point).to(tl.int32))
+    point -= tl.sum(tl.where(runs < run, run_mass, 0))
+    first += run * (GROUPS * VEC)
+    x = tl.load(source + first + lanes, mask=first + lanes < vocab_size, other=-float("inf"))
+    ends = tl.cumsum((_weight(x.to(tl.float32), highest, scale) * _ONE).to(tl.int64), axis=0)
+    return first + tl.sum((ends <= point).to(tl.int32))
 
 
 @triton.jit
@@ -266,9 +290,8 @@ def _summary(row, group_max, group_sum, scale, num_groups, ALL_GROUPS: tl.conste
     place = row.to(tl.int64) * num_groups + groups
     maxima = tl.load(group_max + place, mask=here, other=-float("inf"))
     highest = tl.max(maxima)
-    sums = tl.load(group_sum + place, mask=here, other=0.0)
-    mass = tl.where(here, sums * _weight(maxima, highest, scale), 0.0)
-    return maxima, highest, (mass * _ONE).to(tl.int64)
+    units = tl.load(group_sum + place, mask=here, other=0)
+    return maxima, highest, _row_mass(units, _weight(maxima, highest, scale))
 
 
 @triton.jit
@@ -277,10 +300,10 @@ def _logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GR
     here = groups < num_groups
     place = row.to(tl.int64) * num_groups + groups
     maxima = tl.load(group_max + place, mask=here, other=-float("inf"))
-    sums = tl.load(raw_sum + place, mask=here, other=0.0)
-    total = tl.sum(tl.where(here, sums * _weight(maxima, highest, _LOG2E), 0.0))
+    units = tl.load(raw_sum + place, mask=here, other=0)
+    total = tl.sum(_row_mass(units, _weight(maxima, highest, _LOG2E)))
     x = tl.load(source + token).to(tl.float32)
-    return (x - highest) - tl.log2(total) * _LN2
+    return (x - highest) - tl.log2(total.to(tl.float32) / _ONE) * _LN2
 
 
 @triton.jit
@@ -434,9 +457,9 @@ def _choose(
         else:
             scale = _scale(temperature)
             top_k, top_p, min_p = _row_options(row, top_ks, top_ps, min_ps, vocab_size)
-            sums = tl.load(group_sum + place, mask=here, other=0.0)
+            units = tl.load(group_sum + place, mask=here, other=0)
             likely = _weight(maxima, highest, scale)
-            mass = tl.where(here, sums * likely * _ONE, 0.0).to(tl.int64)
+            mass = _row_mass(units, likely)
             total = tl.sum(mass)
             if (top_k == 0) & (top_p >= 1) & (min_p <= 0):
                 tile_mass = tl.sum(tl.reshape(mass, (ALL_GROUPS // GROUPS, GROUPS)), axis=1)
@@ -654,8 +677,8 @@ def sample(
     shape = {"ROWS": GROUP // vec, "GROUPS": groups, "VEC": vec}
     all_groups = max(2 * groups, triton.next_power_of_2(num_groups))
     group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=device)
-    group_sum = torch.empty_like(group_max)
-    raw_sum = torch.empty_like(group_max) if return_logprobs else None
+    group_sum = torch.empty_like(group_max, dtype=torch.int32)
+    raw_sum = torch.empty_like(group_sum) if return_logprobs else None
     _summarise[(num_rows * num_tiles,)](
         logits, temperature, group_max, group_sum, raw_sum, logits.stride(0), vocab_size, num_tiles,
         **shape, num_warps=4,
@@ -666,12 +689,14 @@ def sample(
     _choose[(num_rows,)](
         logits, temperature, top_k, top_p, min_p, seeds, positions, group_max, group_sum, raw_sum,
         live_groups, candidate_logits, candidate_ids, ids, logprobs, logits.stride(0), vocab_size, num_tiles,
-        **shape, ALL_GROUPS=all_groups, CANDIDATES=MAX_CANDIDATES, AT_ONCE=64, num_warps=8,
+        **shape, ALL_GROUPS=all_groups, CANDIDATES=MAX_CANDIDATES, AT_ONCE=_LAUNCH["at_once"],
+        num_warps=_LAUNCH["choose_warps"],
     )  # fmt: skip
     if top_k is not None or top_p is not None or min_p is not None:
         _search[(num_rows,)](
             logits, temperature, top_k, top_p, min_p, seeds, positions, group_max, group_sum, raw_sum,
             ids, logprobs, logits.stride(0), vocab_size, num_tiles,
-            GROUPS=groups, ALL_GROUPS=all_groups, COLUMNS=2048, DEPTH=4, num_warps=16,
+            GROUPS=groups, ALL_GROUPS=all_groups, COLUMNS=_LAUNCH["columns"], DEPTH=4,
+            num_warps=_LAUNCH["search_warps"],
         )  # fmt: skip
     return ids, logprobs
