@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference.quantization import dequantise, is_quantised
+
 
 def varlen_attention(
     q: Tensor,
@@ -24,14 +26,23 @@ def varlen_attention(
     block_table: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    leftpad: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
-    """Fill `out` (Tq, H, D) and `lse` (H, Tq); `octavo.kernels.attention` says what they mean."""
+    """Fill `out` (Tq, H, D) and `lse` (H, Tq); `octavo.kernels.attention` says what they mean.
+
+    `leftpad` (B,): that many leading keys of each sequence are seen by no row. `batch_invariant` changes
+    nothing: a sequence is computed by itself anyway.
+    """
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[-2]
     left, right = window_size
     if causal:
         right = 0
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    paddings = [0] * (len(starts_q) - 1) if leftpad is None else leftpad.tolist()
 
     for b in range(len(starts_q) - 1):
         rows = slice(starts_q[b], starts_q[b + 1])
@@ -40,15 +51,15 @@ def varlen_attention(
             continue
         # Bottom-right alignment: the last row stands on the last key. Row i stands on key `i + diagonal`.
         diagonal = num_keys - num_rows
-        first = max(0, diagonal - left) if left >= 0 else 0
+        first = max(paddings[b], diagonal - left) if left >= 0 else paddings[b]
         last = min(num_keys, num_keys + right) if right >= 0 else num_keys
         keys = torch.arange(first, max(first, last), device=q.device)
         if block_table is None:
             keys_b, values_b = k[starts_k[b] + keys], v[starts_k[b] + keys]
         else:
             block_size = k.shape[1]
-            blocks = block_table[b, keys // block_size].long()
-            keys_b, values_b = k[blocks, keys % block_size], v[blocks, keys % block_size]
+            places = block_table[b, keys // block_size].long(), keys % block_size
+            keys_b, values_b = _stored(k, places, k_scale), _stored(v, places, v_scale)
 
         q_b = q[rows].to(compute).transpose(0, 1)  # (H, rows, D)
         k_b = keys_b.to(compute).repeat_interleave(group, dim=1).transpose(0, 1)  # (H, keys, D)
@@ -80,6 +91,16 @@ def varlen_attention(
         if lse is not None:
             total = torch.logsumexp(logits, dim=-1)  # (H, rows)
             lse[:, rows] = total.masked_fill(~visible.any(dim=-1), float("-inf")).to(lse.dtype)
+
+
+def _stored(cache: Tensor, places: tuple[Tensor, Tensor], scale: Tensor | float | None) -> Tensor:
+    """Keys or values (N, KVH, D) at those blocks and offsets; `scale`: one, or one per token and head."""
+    rows = cache[places]
+    if not is_quantised(cache.dtype):
+        return rows
+    if isinstance(scale, Tensor) and scale.dim() == 3:
+        scale = scale[places][:, :, None]
+    return dequantise(rows, 1.0 if scale is None else scale)
 
 
 def _weigh(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import tiles
+from octavo.kernels.triton import is_interpreted, tiles
 
 # Sizes of a batch, not of a model: specialising on them would compile on live traffic.
 UNSPECIALISED = (
-    "batch", "table_stride", "slopes_stride", "lse_stride", "left", "right", "num_tiles", "num_splits",
+    "batch", "num_rows", "num_tiles", "num_splits", "section", "left", "right",
+    "table_stride", "slopes_stride", "lse_stride",
 )  # fmt: skip
 # Small index tensors, often slices of larger ones: their alignment gains nothing and would compile twice.
 UNALIGNED = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "leftpad", "alibi_slopes", "sinks", "lse")
@@ -30,6 +31,8 @@ def compute_dtype(q_dtype: torch.dtype, cache_dtype: torch.dtype) -> torch.dtype
 
     Quantised values are exact in float16, and cheaper to convert to it than to bfloat16.
     """
+    if is_interpreted() and torch.bfloat16 in (q_dtype, cache_dtype):
+        return torch.float32  # the interpreter multiplies the bits of a bfloat16 as if they were an integer
     if q_dtype == cache_dtype:
         return q_dtype
     if cache_dtype in _QUANTISED and q_dtype != torch.float32:

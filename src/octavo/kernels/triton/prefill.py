@@ -1,0 +1,409 @@
+"""Attention of sequences with more than SHORT query rows, in plain Triton.
+
+A *tile* is BLOCK_M rows of one sequence and one KV head: row r is query head ``r % GROUP`` of the head's
+group at token ``r // GROUP``, so that few tokens fill a tile and all its rows end at nearly the same key.
+Keys that every row sees go through a loop without masks, the others (the diagonal, a window's edge) through
+a second one.
+
+The grid is known from shapes; what is in it is found on the device, from cu_seqlens. Where it would leave
+most of the GPU idle, a tile's keys are split and `_combine` merges the partials. Batch-invariant: one loop,
+which masks every tile and merges a partial per chunk of keys; see `tiles.py`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton import tiles
+from octavo.kernels.triton.attention_arguments import UNALIGNED, UNSPECIALISED, arguments, shape_key
+from octavo.kernels.triton.tuning import parameters
+
+_SHORT: tl.constexpr = tl.constexpr(tiles.SHORT)
+_CHUNK: tl.constexpr = tl.constexpr(tiles.INVARIANT_CHUNK)
+_SEQUENCES: tl.constexpr = tl.constexpr(128)  # looked through at a time for the one a tile belongs to
+_SECTION_BYTES = 32 << 20  # keys and values that the tiles of one section may share in the L2 cache
+
+
+@triton.jit
+def _find_tile(cu_seqlens_q, batch, wanted, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence that the `wanted` tile is of, and how many tiles of it come after; `batch` past the last.
+
+    Tiles are counted from the end of each sequence: with a causal mask those are the longest.
+    """
+    sequence = 0
+    num_tiles = 0
+    ends_at = 0
+    for first in range(0, batch, _SEQUENCES):
+        b = first + tl.arange(0, _SEQUENCES)
+        begin = tl.load(cu_seqlens_q + b, mask=b < batch, other=0)
+        rows = tl.load(cu_seqlens_q + b + 1, mask=b < batch, other=0) - begin
+        own = tl.where(rows > _SHORT, (rows * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
+        ends = num_tiles + tl.cumsum(own, 0)
+        sequence += tl.sum(((ends <= wanted) & (b < batch)).to(tl.int32), 0)
+        ends_at += tl.sum(tl.where((ends > wanted) & (ends - own <= wanted), ends, 0), 0)
+        num_tiles += tl.sum(own, 0)
+    return sequence, ends_at - 1 - wanted
+
+
+@triton.jit
+def _absorb_tiles(
+    q, acc, high, total, from_tile, to_tile, num_left, skipped, keys_of, rows_of,
+    table_row, k_scale, v_scale, left, right, softcap, slopes,
+    MASKED: tl.constexpr, PLAIN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The partial after tiles from_tile .. to_tile - 1 of keys; from the `num_left`-th on, `skipped` further.
+
+    MASKED: not every row sees every key of them.
+    """
+    (
+        k, k_stride_block, k_stride_slot, v, v_stride_block, v_stride_slot, run_block, run_slot,
+        k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
+    ) = keys_of  # fmt: skip
+    positions, first, last, scale = rows_of
+    for i in range(from_tile, to_tile):
+        tile = i
+        if MASKED:
+            tile = tl.where(i < num_left, i, i + skipped)
+        start = tile * BLOCK_N
+        keys = start + tl.arange(0, BLOCK_N)
+        seen = (keys >= first) & (keys < last)
+        block, slot = tiles.places(table_row, run_block, run_slot, start, seen, BLOCK_SIZE, BLOCK_N)
+        k_tile = tiles.load_tile(
+            k, block, slot, seen, k_stride_block, k_stride_slot, MASKED, HEAD_DIM, BLOCK_D, COMPUTE
+        )
+        products = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
+        k_scales = None
+        v_scales = None
+        if k_scale is not None:
+            k_scales = tiles.load_token_scales(
+                k_scale, block, slot, seen, k_scale_stride_block, k_scale_stride_slot
+            )
+        if v_scale is not None:
+            v_scales = tiles.load_token_scales(
+                v_scale, block, slot, seen, v_scale_stride_block, v_scale_stride_slot
+            )
+        s = tiles.scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales, PLAIN)
+        if MASKED:
+            s = tl.where(tiles.visible(positions, keys, first, last, left, right), s, float("-inf"))
+        p, acc, high, total = tiles.absorb(s, acc, high, total, scale, v_scales, PLAIN, MASKED)
+        v_tile = tiles.load_tile(
+            v, block, slot, seen, v_stride_block, v_stride_slot, MASKED, HEAD_DIM, BLOCK_D, COMPUTE
+        )
+        acc = tl.dot(p.to(COMPUTE), v_tile, acc, input_precision="ieee")
+    return acc, high, total
+
+
+@triton.jit
+def _store(
+    acc, high, total, out, lse, sinks, value_scale, rows, heads, seen,
+    out_stride_token, out_stride_head, lse_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Output and LSE of the partials of all keys, for `rows` (M,) of the packed batch and their `heads`."""
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + heads)
+    result, lse_rows = tiles.finish(acc, high, total, sink, value_scale)
+    dims = tl.arange(0, BLOCK_D)
+    places = rows * out_stride_token + heads.to(tl.int64) * out_stride_head
+    mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + places[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+    if lse is not None:
+        tl.store(lse + heads.to(tl.int64) * lse_stride + rows, lse_rows, mask=seen)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+def _prefill(
+    q, k, v, out, lse, partial_acc, partial_sums,
+    cu_seqlens_q, cu_seqlens_k, block_table, leftpad, alibi_slopes, sinks, k_scale, v_scale,
+    q_stride_token, q_stride_head,
+    k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
+    out_stride_token, out_stride_head, lse_stride, table_stride, slopes_stride,
+    k_scale_stride_block, k_scale_stride_slot, k_scale_stride_head,
+    v_scale_stride_block, v_scale_stride_slot, v_scale_stride_head,
+    scale, softcap, value_scale, left, right, batch, num_rows, num_tiles, num_splits, section,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, INVARIANT: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # Section by section of KV heads; in each of them tile by tile, the same tile of all its heads together.
+    program = tl.program_id(0)
+    split = 0
+    if SPLIT:
+        split = program % num_splits
+        program = program // num_splits
+    per_section = num_tiles * section
+    kv_head = program // per_section * section + program % section
+    sequence, tile = _find_tile(cu_seqlens_q, batch, program % per_section // section, GROUP, BLOCK_M)
+    if sequence < batch:
+        q_begin = tl.load(cu_seqlens_q + sequence)
+        q_len = tl.load(cu_seqlens_q + sequence + 1) - q_begin
+        k_begin = tl.load(cu_seqlens_k + sequence)
+        k_len = tl.load(cu_seqlens_k + sequence + 1) - k_begin
+        r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        token = r // GROUP
+        heads = kv_head * GROUP + r % GROUP
+        in_sequence = token < q_len
+        rows = (q_begin + token).to(tl.int64)
+        positions = k_len - q_len + token
+        low = k_len - q_len + tile * BLOCK_M // GROUP
+        top = k_len - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
+
+        # Keys [first, last) are seen by some row of the tile, keys [open_first, open_last) by every row.
+        first = 0
+        if leftpad is not None:
+            first = tl.load(leftpad + sequence)
+        open_first = first
+        last = k_len
+        open_last = k_len
+        if left is not None:
+            open_first = tl.maximum(first, top - left)
+            first = tl.maximum(first, low - left)
+        if right is not None:
+            last = tl.minimum(last, top + right + 1)
+            open_last = tl.minimum(last, tl.maximum(low + right + 1, 0))
+        begin = first // BLOCK_N
+        end = tl.where(last > first, (last + BLOCK_N - 1) // BLOCK_N, begin)
+        open_begin = (open_first + BLOCK_N - 1) // BLOCK_N
+        num_open = tl.maximum(open_last // BLOCK_N - open_begin, 0)
+        open_begin = tl.where(num_open > 0, open_begin, begin)
+
+        dims = tl.arange(0, BLOCK_D)
+        q_mask = in_sequence[:, None] & (dims < HEAD_DIM)[None, :]
+        q_rows = rows * q_stride_token + heads.to(tl.int64) * q_stride_head
+        q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
+
+        table_row = block_table
+        run_block = tl.zeros([], tl.int64)
+        run_slot = k_begin
+        if block_table is not None:
+            table_row = block_table + sequence.to(tl.int64) * table_stride
+            run_slot = 0
+            if BLOCK_SIZE == 0:
+                run_block = tl.load(table_row).to(tl.int64)
+        head = kv_head.to(tl.int64)
+        k_scale_head = None
+        v_scale_head = None
+        if K_SCALES == 1:
+            scale *= tl.load(k_scale)
+        if K_SCALES == 2:
+            k_scale_head = k_scale + head * k_scale_stride_head
+        if V_SCALES == 1:
+            value_scale *= tl.load(v_scale)
+        if V_SCALES == 2:
+            v_scale_head = v_scale + head * v_scale_stride_head
+        slopes = None
+        if alibi_slopes is not None:
+            slopes = tl.load(alibi_slopes + sequence * slopes_stride + heads, mask=in_sequence, other=0.0)
+        keys_of = (
+            k + head * k_stride_head, k_stride_block, k_stride_slot,
+            v + head * v_stride_head, v_stride_block, v_stride_slot, run_block, run_slot,
+            k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
+        )  # fmt: skip
+        rows_of = (positions, first, last, scale)
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        high = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if INVARIANT:
+            for chunk in range(begin * BLOCK_N // _CHUNK, (end * BLOCK_N + _CHUNK - 1) // _CHUNK):
+                chunk_acc, chunk_high, chunk_total = _absorb_tiles(
+                    q_tile, tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+                    tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
+                    tl.maximum(begin, chunk * (_CHUNK // BLOCK_N)),
+                    tl.minimum(end, (chunk + 1) * (_CHUNK // BLOCK_N)), 0, 0, keys_of, rows_of,
+                    table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
+                    True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
+                )  # fmt: skip
+                acc, high, total = tiles.merge(acc, high, total, chunk_acc, chunk_high, chunk_total)
+        else:
+            # Order of the tiles: the open ones, then those left of them, then those right of them.
+            num_masked = end - begin - num_open
+            from_tile = 0
+            to_tile = num_open + num_masked
+            if SPLIT:
+                from_tile = (num_open + num_masked) * split // num_splits
+                to_tile = (num_open + num_masked) * (split + 1) // num_splits
+            acc, high, total = _absorb_tiles(
+                q_tile, acc, high, total, open_begin + tl.minimum(from_tile, num_open),
+                open_begin + tl.minimum(to_tile, num_open), 0, 0, keys_of, rows_of,
+                table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
+                False, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
+            )  # fmt: skip
+            acc, high, total = _absorb_tiles(
+                q_tile, acc, high, total, begin + tl.maximum(from_tile - num_open, 0),
+                begin + tl.maximum(to_tile - num_open, 0), open_begin, num_open, keys_of, rows_of,
+                table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
+                True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
+            )  # fmt: skip
+
+        if SPLIT:  # partial_acc (splits, Tq, H, HEAD_DIM), partial_sums (splits, Tq, H, 2)
+            flat = (split * num_rows.to(tl.int64) + rows) * (NUM_KV_HEADS * GROUP) + heads
+            tl.store(partial_acc + flat[:, None] * HEAD_DIM + dims[None, :], acc, mask=q_mask)
+            tl.store(partial_sums + flat * 2, high, mask=in_sequence)
+            tl.store(partial_sums + flat * 2 + 1, total, mask=in_sequence)
+        else:
+            _store(
+                acc, high, total, out, lse, sinks, value_scale, rows, heads, in_sequence,
+                out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+def _combine(
+    out, lse, partial_acc, partial_sums, cu_seqlens_q, sinks, v_scale,
+    out_stride_token, out_stride_head, lse_stride, value_scale, batch, num_rows, num_tiles, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_SCALES: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0) // num_tiles
+    sequence, tile = _find_tile(cu_seqlens_q, batch, tl.program_id(0) % num_tiles, GROUP, BLOCK_M)
+    if sequence < batch:
+        q_begin = tl.load(cu_seqlens_q + sequence)
+        q_len = tl.load(cu_seqlens_q + sequence + 1) - q_begin
+        r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = (q_begin + r // GROUP).to(tl.int64)
+        heads = kv_head * GROUP + r % GROUP
+        in_sequence = r // GROUP < q_len
+        dims = tl.arange(0, BLOCK_D)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        high = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for split in range(num_splits):
+            flat = (split * num_rows.to(tl.int64) + rows) * (NUM_KV_HEADS * GROUP) + heads
+            split_high = tl.load(partial_sums + flat * 2, mask=in_sequence, other=float("-inf"))
+            split_total = tl.load(partial_sums + flat * 2 + 1, mask=in_sequence, other=0.0)
+            mask = in_sequence[:, None] & (dims < HEAD_DIM)[None, :]
+            split_acc = tl.load(partial_acc + flat[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+            acc, high, total = tiles.merge(acc, high, total, split_acc, split_high, split_total)
+        if V_SCALES == 1:
+            value_scale *= tl.load(v_scale)
+        _store(
+            acc, high, total, out, lse, sinks, value_scale, rows, heads, in_sequence,
+            out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    block_table: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    leftpad: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """Fill the rows of `out` (Tq, H, D) and `lse` (H, Tq) of sequences with more than SHORT query rows."""
+    num_rows, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
+    num_long = min(batch, num_rows // (tiles.SHORT + 1))  # sequences with more than SHORT rows, at most
+    if num_long == 0:
+        return
+    facts = arguments(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        block_table=block_table, out=out, lse=lse, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,
+    )  # fmt: skip
+    if batch_invariant:
+        launch = _INVARIANT
+    else:
+        key = shape_key(q, k, facts["BLOCK_SIZE"])
+        launch = parameters("prefill_attention", q.device, key, default_parameters(q, k))
+    num_kv_heads, group = facts["NUM_KV_HEADS"], facts["GROUP"]
+    num_tiles = _most_tiles(num_rows * group, num_long, launch["BLOCK_M"])
+    splits = 1 if batch_invariant else _splits(num_tiles * num_kv_heads, max_seqlen_k, launch, q.device)
+    partial_acc = partial_sums = None
+    if splits > 1:
+        shape = (splits, num_rows, q.shape[1])
+        partial_acc = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
+        partial_sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+    _prefill[(num_tiles * num_kv_heads * splits,)](
+        **facts, partial_acc=partial_acc, partial_sums=partial_sums,
+        num_rows=num_rows, num_tiles=num_tiles, num_splits=splits,
+        section=_section(num_kv_heads, max_seqlen_k * q.shape[2] * 2 * k.element_size()),
+        INVARIANT=batch_invariant, SPLIT=splits > 1, **launch,
+    )  # fmt: skip
+    if splits > 1:
+        num_tiles = _most_tiles(num_rows * group, num_long, _COMBINED_ROWS)
+        shared = {name: facts[name] for name in _COMBINE_FACTS}
+        _combine[(num_tiles * num_kv_heads,)](
+            **shared, partial_acc=partial_acc, partial_sums=partial_sums,
+            num_rows=num_rows, num_tiles=num_tiles, num_splits=splits, BLOCK_M=_COMBINED_ROWS, num_warps=4,
+        )  # fmt: skip
+
+
+_INVARIANT: Mapping[str, int] = {
+    "BLOCK_M": 64,
+    "BLOCK_N": tiles.INVARIANT_TILE,
+    "num_warps": 4,
+    "num_stages": 3,
+}
+_COMBINED_ROWS = 16
+_COMBINE_FACTS = (
+    "out", "lse", "cu_seqlens_q", "sinks", "v_scale", "out_stride_token", "out_stride_head", "lse_stride",
+    "value_scale", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "BLOCK_D", "V_SCALES",
+)  # fmt: skip
+
+
+def default_parameters(q: Tensor, k: Tensor) -> Mapping[str, int]:
+    """Launch parameters that compile without spills and fit every GPU from compute capability 8.0."""
+    wide = q.shape[2] > 128
+    if q.dtype == torch.float32 or k.dtype == torch.float32:
+        return {"BLOCK_M": 16 if wide else 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    if wide:
+        return {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+
+
+def _most_tiles(rows: int, sequences: int, block_m: int) -> int:
+    """The number of tiles of `rows` in `sequences`, whatever their lengths."""
+    return (rows + sequences * (block_m - 1)) // block_m
+
+
+def _section(num_kv_heads: int, bytes_per_head: int) -> int:
+    """How many KV heads run side by side: a divisor of their number."""
+    section = max(1, min(num_kv_heads, _SECTION_BYTES // max(1, bytes_per_head)))
+    while num_kv_heads % section:
+        section -= 1
+    return section
+
+
+def _splits(programs: int, max_seqlen_k: int, launch: Mapping[str, int], device: torch.device) -> int:
+    """Among how many programs the keys of a tile are divided, so that they fill the GPU twice over."""
+    most = max_seqlen_k // (_LEAST_TILES * launch["BLOCK_N"])
+    return max(1, min(2 * num_processors(device) // programs, most))
+
+
+_LEAST_TILES = 4  # of keys, in a split: fewer are done before the partials are merged
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of the GPU; 1 in the interpreter."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "xpu":
+        return torch.xpu.get_device_properties(device).gpu_subslice_count
+    return 1
