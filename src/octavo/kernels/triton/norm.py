@@ -15,6 +15,16 @@ from octavo.kernels.triton.kv_write import alignment
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@triton.jit
+def _begin(row, inner, stride_outer, stride_inner, IS_GRID: tl.constexpr, ALIGN: tl.constexpr):
+    """Elements (R, 1) at which rows begin."""
+    if IS_GRID:
+        at = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
+    else:
+        at = row.to(tl.int64) * stride_inner
+    return tl.multiple_of(at, ALIGN)[:, None]
+
+
 @triton.jit(do_not_specialize=["num_rows", "inner", "x_outer", "x_inner", "residual_outer", "residual_inner"])
 def _norm(
     x, weight, out, residual, new_residual, eps,
@@ -24,17 +34,13 @@ def _norm(
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = (row < num_rows)[:, None]
-    inner_row = row.to(tl.int64)
-    outer_row = inner_row * 0
-    if IS_GRID:
-        inner_row, outer_row = (row % inner).to(tl.int64), (row // inner).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)[None, :]
     mask = live & (dims < DEPTH)
-    at = tl.multiple_of(outer_row * x_outer + inner_row * x_inner, ALIGN)[:, None]
+    at = _begin(row, inner, x_outer, x_inner, IS_GRID, ALIGN)
     wide = tl.load(x + (at + dims), mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     to = (row.to(tl.int64) * DEPTH)[:, None] + dims
     if HAS_RESIDUAL:
-        at = tl.multiple_of(outer_row * residual_outer + inner_row * residual_inner, ALIGN)[:, None]
+        at = _begin(row, inner, residual_outer, residual_inner, IS_GRID, ALIGN)
         added = tl.load(residual + (at + dims), mask=mask, other=0.0, eviction_policy="evict_first")
         summed = (wide + added.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(new_residual + to, summed, mask=mask)

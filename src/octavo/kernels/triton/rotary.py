@@ -50,11 +50,20 @@ def load_rest(x, at, live, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_RES
 
 
 @triton.jit
-def load_angles(table, table_row, num_positions, position, live, HALF: tl.constexpr, BLOCK_R: tl.constexpr):
+def load_angles(
+    table,
+    table_row,
+    num_positions,
+    position,
+    live,
+    HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     """Cosines and sines (1, T, R) of positions (T,); NaN, and nothing read, for a position without a row."""
     dims = tl.arange(0, BLOCK_R)[None, :]
     known = (position >= 0) & (position < num_positions)
-    at = table + (position * table_row)[:, None] + dims
+    at = table + (tl.multiple_of(position * table_row, ALIGN)[:, None] + dims)
     mask = (live & known)[:, None] & (dims < HALF)
     cos = tl.load(at, mask=mask, other=float("nan"), eviction_policy="evict_last")
     sin = tl.load(at + HALF, mask=mask, other=float("nan"), eviction_policy="evict_last")
@@ -81,7 +90,8 @@ def join_pairs(
 def _rotate(
     q, k, table, positions, num_tokens, num_positions, table_row, q_token, q_head, k_token, k_head,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ALIGN: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -89,7 +99,7 @@ def _rotate(
     token = (tl.program_id(0) // (Q_GROUPS + KV_GROUPS)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
     position = tl.load(positions + token, mask=live, other=0)
-    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R)
+    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)
 
     if group < Q_GROUPS:
         x, stride_token, stride_head = q, q_token, q_head
@@ -137,6 +147,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor,
         *q.stride()[:2], *k.stride()[:2],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=rotary_dim // 2,
         BLOCK_R=triton.next_power_of_2(rotary_dim // 2), INTERLEAVED=interleaved, ALIGN=alignment(q, k),
+        TABLE_ALIGN=alignment(cos_sin_cache),
         **launch,
     )  # fmt: skip
 

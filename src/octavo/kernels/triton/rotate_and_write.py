@@ -28,30 +28,123 @@ _VARYING = [
 
 
 @triton.jit
-def _load_weight(
-    weight, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+def _turned(
+    x, at, mask, cos, sin, weight, eps, HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """A norm's weight, cut like a head: (1, 1, R) twice, (1, 1, BLOCK_REST)."""
-    zero = tl.zeros((1, 1), tl.int64)
-    live = zero[:, :, None] == 0
-    first, second = load_pairs(weight, zero[:, :, None], live, HALF, 1, 1, BLOCK_R, INTERLEAVED)
-    rest = load_rest(weight, zero[:, :, None], live, HALF, HEAD_DIM, BLOCK_REST)
+    """Heads at elements `at`, normalised and turned, cut in three; without a rest that is anything."""
+    first, second = load_pairs(x, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
+    rest = first
+    if 2 * HALF < HEAD_DIM:
+        rest = load_rest(x, at, mask, HALF, HEAD_DIM, BLOCK_REST)
+    if HAS_NORM:
+        squares = tl.sum(first * first + second * second, 2)
+        if 2 * HALF < HEAD_DIM:
+            squares += tl.sum(rest * rest, 2)
+        scale = tl.rsqrt(squares * (1.0 / HEAD_DIM) + eps)[:, :, None]
+        # Every token's threads load the weight for themselves, in the layout of their heads.
+        zero = tl.zeros((1, BLOCK_T, 1), tl.int64)
+        w_first, w_second = load_pairs(weight, zero, zero == 0, HALF, 1, BLOCK_T, BLOCK_R, INTERLEAVED)
+        first = first * scale * w_first
+        second = second * scale * w_second
+        if 2 * HALF < HEAD_DIM:
+            rest = rest * scale * load_rest(weight, zero, zero == 0, HALF, HEAD_DIM, BLOCK_REST)
+    first, second = turn(first, second, cos, sin)
     return first, second, rest
 
 
 @triton.jit
-def _normalised(
-    first, second, rest, weight, eps, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_REST: tl.constexpr,
+def _store_turned(
+    to, first, second, rest, out, mask, factor, HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """A head, cut in three, over its root mean square, times the weight."""
-    squares = tl.sum(first * first + second * second, 2)
-    if HAS_REST:
-        squares += tl.sum(rest * rest, 2)
-    scale = tl.rsqrt(squares * (1.0 / HEAD_DIM) + eps)[:, :, None]
-    w_first, w_second, w_rest = _load_weight(weight, HALF, HEAD_DIM, BLOCK_R, BLOCK_REST, INTERLEAVED)
-    return first * scale * w_first, second * scale * w_second, rest * scale * w_rest
+    if INTERLEAVED:
+        dims = tl.arange(0, 2 * BLOCK_R)[None, None, :]
+        both = join_pairs(first, second, BLOCK_H, BLOCK_T, BLOCK_R)
+        store(out, to + dims, both, mask & (dims < 2 * HALF), factor, FORM)
+    else:
+        dims = tl.arange(0, BLOCK_R)[None, None, :]
+        store(out, to + dims, first, mask & (dims < HALF), factor, FORM)
+        store(out, to + (HALF + dims), second, mask & (dims < HALF), factor, FORM)
+    if 2 * HALF < HEAD_DIM:
+        dims = 2 * HALF + tl.arange(0, BLOCK_REST)[None, None, :]
+        store(out, to + dims, rest, mask & (dims < HEAD_DIM), factor, FORM)
+
+
+@triton.jit
+def _queries(
+    q, q_out, head, token, live, cos, sin, q_weight, eps, q_token, q_head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    mask = ((head < NUM_HEADS)[:, None] & live[None, :])[:, :, None]
+    at = head[:, None] * q_head + token[None, :] * q_token
+    at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
+    first, second, rest = _turned(
+        q, at, mask, cos, sin, q_weight, eps, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
+        INTERLEAVED, HAS_NORM,
+    )  # fmt: skip
+    to = ((token[None, :] * NUM_HEADS + head[:, None]) * HEAD_DIM)[:, :, None]
+    _store_turned(
+        to, first, second, rest, q_out, mask, 1.0, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
+        INTERLEAVED, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keys_and_values(
+    k, v, head, token, live, cos, sin, k_weight, eps, k_token, k_head, v_token, v_head, slot_mapping,
+    k_cache, v_cache, k_scale, v_scale, num_slots, block_size,
+    k_cache_block, k_cache_slot, k_cache_head, v_cache_block, v_cache_slot, v_cache_head,
+    k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head,
+    k_scale_value, v_scale_value,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
+    FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    slots = tl.load(slot_mapping + token, mask=live, other=-1)
+    wanted = (head < NUM_KV_HEADS)[:, None] & live[None, :]
+    mask = wanted[:, :, None]
+    dims = tl.arange(0, BLOCK_D)[None, None, :]
+    v_at = head[:, None] * v_head + token[None, :] * v_token
+    v_at = tl.multiple_of(v_at, (ALIGN, ALIGN))[:, :, None] + dims
+    values = tl.load(v + v_at, mask=mask & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first")
+    k_at = head[:, None] * k_head + token[None, :] * k_token
+    k_at = tl.multiple_of(k_at, (ALIGN, ALIGN))[:, :, None]
+    first, second, rest = _turned(
+        k, k_at, mask, cos, sin, k_weight, eps, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
+        INTERLEAVED, HAS_NORM,
+    )  # fmt: skip
+
+    block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
+    wanted = wanted & inside[None, :]
+    mask = wanted[:, :, None]
+    k_to = (block * k_cache_block + offset * k_cache_slot)[None, :] + head[:, None] * k_cache_head
+    v_to = (block * v_cache_block + offset * v_cache_slot)[None, :] + head[:, None] * v_cache_head
+    k_to = tl.multiple_of(k_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None]
+    v_to = tl.multiple_of(v_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None] + dims
+    k_highest, v_highest = 0.0, 0.0
+    if K_SCALE == 3:
+        highest = tl.maximum(quantization.magnitude(first), quantization.magnitude(second))
+        k_highest = tl.max(highest, 2)
+        if 2 * HALF < HEAD_DIM:
+            k_highest = tl.maximum(k_highest, tl.max(quantization.magnitude(rest), 2))
+    if V_SCALE == 3:
+        v_highest = tl.max(quantization.magnitude(values.to(tl.float32)), 2)
+    at = (block * k_scale_block + offset * k_scale_slot)[None, :] + head[:, None] * k_scale_head
+    k_factor = quantization.factor(k_highest, k_scale, at, wanted, k_scale_value, FORM, K_SCALE, 2)
+    at = (block * v_scale_block + offset * v_scale_slot)[None, :] + head[:, None] * v_scale_head
+    v_factor = quantization.factor(v_highest, v_scale, at, wanted, v_scale_value, FORM, V_SCALE, 2)
+    _store_turned(
+        k_to, first, second, rest, k_cache, mask, k_factor, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R,
+        BLOCK_REST, INTERLEAVED, FORM,
+    )  # fmt: skip
+    store(v_cache, v_to, values, mask & (dims < HEAD_DIM), v_factor, FORM)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -64,102 +157,36 @@ def _rotate_and_write(
     k_scale_value, v_scale_value,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
     FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_KVH: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    HAS_REST: tl.constexpr = 2 * HALF < HEAD_DIM
     Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
-    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
-    group = tl.program_id(0) % (Q_GROUPS + KV_GROUPS)
-    token = (tl.program_id(0) // (Q_GROUPS + KV_GROUPS)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    GROUPS: tl.constexpr = Q_GROUPS + (NUM_KV_HEADS + BLOCK_KVH - 1) // BLOCK_KVH
+    group = tl.program_id(0) % GROUPS
+    token = (tl.program_id(0) // GROUPS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
     position = tl.load(positions + token, mask=live, other=0)
-    pair_dims = tl.arange(0, BLOCK_R)[None, None, :]
-    both_dims = tl.arange(0, 2 * BLOCK_R)[None, None, :]
-    rest_dims = 2 * HALF + tl.arange(0, BLOCK_REST)[None, None, :]
-
+    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)
     if group < Q_GROUPS:
-        head = (group * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-        mask = ((head < NUM_HEADS)[:, None] & live[None, :])[:, :, None]
-        at = head[:, None] * q_head + token[None, :] * q_token
-        at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
-        first, second = load_pairs(q, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
-        rest = first
-        if HAS_REST:
-            rest = load_rest(q, at, mask, HALF, HEAD_DIM, BLOCK_REST)
-        cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R)
-        if HAS_NORM:
-            first, second, rest = _normalised(
-                first, second, rest, q_weight, eps, HALF, HEAD_DIM, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_REST
-            )
-        first, second = turn(first, second, cos, sin)
-        to = ((token[None, :] * NUM_HEADS + head[:, None]) * HEAD_DIM)[:, :, None]
-        kind: tl.constexpr = q_out.dtype.element_ty
-        if INTERLEAVED:
-            both = join_pairs(first, second, BLOCK_H, BLOCK_T, BLOCK_R).to(kind)
-            tl.store(q_out + (to + both_dims), both, mask=mask & (both_dims < 2 * HALF))
-        else:
-            tl.store(q_out + (to + pair_dims), first.to(kind), mask=mask & (pair_dims < HALF))
-            tl.store(q_out + (to + (HALF + pair_dims)), second.to(kind), mask=mask & (pair_dims < HALF))
-        if HAS_REST:
-            tl.store(q_out + (to + rest_dims), rest.to(kind), mask=mask & (rest_dims < HEAD_DIM))
+        head = group * BLOCK_H + tl.arange(0, BLOCK_H)
+        _queries(
+            q, q_out, head.to(tl.int64), token, live, cos, sin, q_weight, eps, q_token, q_head,
+            NUM_HEADS, HEAD_DIM, HALF, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM, ALIGN, BLOCK_H, BLOCK_T,
+        )  # fmt: skip
     else:
-        head = ((group - Q_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-        wanted = (head < NUM_KV_HEADS)[:, None] & live[None, :]
-        slots = tl.load(slot_mapping + token, mask=live, other=-1)
-        mask = wanted[:, :, None]
-        at = head[:, None] * k_head + token[None, :] * k_token
-        at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
-        first, second = load_pairs(k, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
-        rest = first
-        if HAS_REST:
-            rest = load_rest(k, at, mask, HALF, HEAD_DIM, BLOCK_REST)
-        v_at = head[:, None] * v_head + token[None, :] * v_token
-        v_at = tl.multiple_of(v_at, (ALIGN, ALIGN))[:, :, None]
-        dims = tl.arange(0, BLOCK_D)[None, None, :]
-        values = tl.load(
-            v + (v_at + dims), mask=mask & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first"
-        )
-        cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R)
-        if HAS_NORM:
-            first, second, rest = _normalised(
-                first, second, rest, k_weight, eps, HALF, HEAD_DIM, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_REST
-            )
-        first, second = turn(first, second, cos, sin)
-
-        block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
-        wanted = wanted & inside[None, :]
-        mask = wanted[:, :, None]
-        k_to = (block * k_cache_block + offset * k_cache_slot)[None, :] + head[:, None] * k_cache_head
-        v_to = (block * v_cache_block + offset * v_cache_slot)[None, :] + head[:, None] * v_cache_head
-        k_to = tl.multiple_of(k_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None]
-        v_to = tl.multiple_of(v_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None]
-        k_scale_at = (block * k_scale_block + offset * k_scale_slot)[None, :] + head[:, None] * k_scale_head
-        v_scale_at = (block * v_scale_block + offset * v_scale_slot)[None, :] + head[:, None] * v_scale_head
-        k_highest, v_highest = 0.0, 0.0
-        if K_SCALE == 3:
-            first_magnitude = quantization.magnitude(first)
-            k_highest = tl.max(tl.maximum(first_magnitude, quantization.magnitude(second)), 2)
-            if HAS_REST:
-                k_highest = tl.maximum(k_highest, tl.max(quantization.magnitude(rest), 2))
-        if V_SCALE == 3:
-            v_highest = tl.max(quantization.magnitude(values.to(tl.float32)), 2)
-        k_factor = quantization.factor(
-            k_highest, k_scale, k_scale_at, wanted, k_scale_value, FORM, K_SCALE, 2
-        )
-        v_factor = quantization.factor(
-            v_highest, v_scale, v_scale_at, wanted, v_scale_value, FORM, V_SCALE, 2
-        )
-        if INTERLEAVED:
-            both = join_pairs(first, second, BLOCK_H, BLOCK_T, BLOCK_R)
-            store(k_cache, k_to + both_dims, both, mask & (both_dims < 2 * HALF), k_factor, FORM)
-        else:
-            store(k_cache, k_to + pair_dims, first, mask & (pair_dims < HALF), k_factor, FORM)
-            store(k_cache, k_to + (HALF + pair_dims), second, mask & (pair_dims < HALF), k_factor, FORM)
-        if HAS_REST:
-            store(k_cache, k_to + rest_dims, rest, mask & (rest_dims < HEAD_DIM), k_factor, FORM)
-        store(v_cache, v_to + dims, values, mask & (dims < HEAD_DIM), v_factor, FORM)
+        kv_head = (group - Q_GROUPS) * BLOCK_KVH + tl.arange(0, BLOCK_KVH)
+        _keys_and_values(
+            k, v, kv_head.to(tl.int64), token, live, cos, sin, k_weight, eps,
+            k_token, k_head, v_token, v_head, slot_mapping,
+            k_cache, v_cache, k_scale, v_scale, num_slots, block_size,
+            k_cache_block, k_cache_slot, k_cache_head, v_cache_block, v_cache_slot, v_cache_head,
+            k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head,
+            k_scale_value, v_scale_value,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, HALF, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM, BLOCK_SIZE,
+            ALIGN, CACHE_ALIGN, FORM, K_SCALE, V_SCALE, BLOCK_KVH, BLOCK_T,
+        )  # fmt: skip
 
 
 def supports(q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> str | None:
@@ -195,8 +222,7 @@ def rotate_and_write_kv_cache(
         f"{q.element_size()} to {k_cache.element_size()} bytes"
     )
     launch = tuning.parameters("rotate_and_write_kv_cache", q.device, key, default_parameters(few))
-    block_h = launch["BLOCK_H"]
-    groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    groups = triton.cdiv(num_heads, launch["BLOCK_H"]) + triton.cdiv(num_kv_heads, launch["BLOCK_KVH"])
     programs = triton.cdiv(num_tokens, launch["BLOCK_T"]) * groups
     if programs == 0:
         return q_out
@@ -208,11 +234,14 @@ def rotate_and_write_kv_cache(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), HALF=half, BLOCK_R=triton.next_power_of_2(max(half, 1)),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), INTERLEAVED=interleaved,
-        HAS_NORM=q_weight is not None, ALIGN=kv_write.alignment(q, k, v), **forms, **launch,
+        HAS_NORM=q_weight is not None, ALIGN=kv_write.alignment(q, k, v),
+        TABLE_ALIGN=kv_write.alignment(cos_sin_cache), **forms, **launch,
     )  # fmt: skip
     return q_out
 
 
 def default_parameters(few: bool) -> dict[str, int]:
     """Launch parameters that are right on any GPU."""
-    return {"BLOCK_H": 2 if few else 8, "BLOCK_T": 4, "num_warps": 1}
+    if few:
+        return {"BLOCK_H": 2, "BLOCK_KVH": 1, "BLOCK_T": 4, "num_warps": 1}
+    return {"BLOCK_H": 4, "BLOCK_KVH": 2, "BLOCK_T": 4, "num_warps": 1}
