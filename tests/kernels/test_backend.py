@@ -66,17 +66,15 @@ def no_gpu_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_room, "unfit_reason", lambda device_type: "no Triton here")
 
 
-@pytest.mark.usefixtures("no_gpu_rooms")
 def test_a_room_that_does_not_import_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_room(monkeypatch, ImportError("No module named 'numba'"))
     with backend.use("auto"):
         x = torch.ones(1, 2)
         assert silu_and_mul(x).item() == pytest.approx(0.731059, abs=1e-6)
-        cpu, triton, reference = backend.describe()[:3]
+        cpu, reference = backend.describe()[:2]
     assert cpu == backend.BackendStatus(
         "varlen_attention", "cpu", False, "its module does not import (No module named 'numba')", False
     )
-    assert triton == backend.BackendStatus("varlen_attention", "triton", False, "no Triton here", False)
     assert reference == backend.BackendStatus("varlen_attention", "reference", True, "", True)
 
 
@@ -223,7 +221,6 @@ def _reasons(kernel: str) -> list[tuple[str, str]]:
     return [(room, backend._load(room, kernel, "cpu", (torch.float32,))[1]) for room in ("cpu", "reference")]
 
 
-@pytest.mark.usefixtures("no_gpu_rooms")
 def test_self_check_passes_for_everything_that_is_available() -> None:
     checks = backend.self_check()
     found = {(check.kernel, check.implementation, check.form) for check in checks}
@@ -236,11 +233,13 @@ def test_self_check_passes_for_everything_that_is_available() -> None:
         *(("cpu", form) for form in ("float32", "float16", "int8")),
         ("reference", "dense"),
     }
+    assert {"bfloat16 in float8_e4m3fn", "bfloat16 in int8"} <= {check.form for check in checks}
     bounds = {"float16": 2**-10, "bfloat16": 2**-7}
     for check in checks:
-        assert check.ok
-        bound = 1e-5 if check.kernel == "linear" else bounds.get(check.form, 1e-5)
-        assert check.worst_error <= bound, check
+        assert check.ok, check
+        if " in " not in check.form:
+            bound = 1e-5 if check.kernel == "linear" else bounds.get(check.form, 1e-5)
+            assert check.worst_error <= bound, check
 
 
 def test_self_check_finds_a_wrong_kernel_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:

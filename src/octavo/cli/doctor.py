@@ -74,7 +74,7 @@ def doctor(
     report = Report()
     if sys.stderr.isatty():
         print("checking; the first time this compiles kernels, for about 15 s", file=sys.stderr)
-    for examine in (_packages, _processor, _memory, _torch, _self_check, _kernel_cache, _kernels):
+    for examine in (_packages, _processor, _memory, _torch, _self_check, _kernel_cache, _kernels, _gpu):
         _examine(report, examine)
     if as_json:
         findings = [dataclasses.asdict(finding) for finding in report.findings]
@@ -200,7 +200,13 @@ def _kernel_cache(report: Report) -> None:
 def _kernels(report: Report) -> None:
     from octavo.kernels import backend
 
-    for status in backend.describe():
+    statuses = backend.describe()
+    used = {status.kernel for status in statuses if status.selected}
+    for kernel in dict.fromkeys(status.kernel for status in statuses):
+        if kernel not in used:
+            advice = "unset OCTAVO_KERNELS"
+            report.add("kernels", kernel, "trouble", "the room that OCTAVO_KERNELS forces lacks it", advice)
+    for status in statuses:
         name = f"{status.kernel} [{status.implementation}]"
         if status.available:
             report.add(
@@ -208,6 +214,18 @@ def _kernels(report: Report) -> None:
             )
         else:
             report.add("kernels", name, "note", f"not here: {status.reason}")
+
+
+def _gpu(report: Report) -> None:
+    """The GPU's own kernels, checked on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        report.add("gpu", "gpu", "ok", "none that torch can use; its kernels are not checked")
+        return
+    from octavo.cli import doctor_gpu
+
+    doctor_gpu.examine(report)
 
 
 def _self_check(report: Report) -> None:

@@ -28,6 +28,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -167,7 +168,9 @@ def forced() -> str:
 
 def _rooms(device_type: str) -> tuple[str, ...]:
     """The rooms worth a word for such a device, best first."""
-    return ROOMS if device_type == "cpu" else _ROOMS_FOR_DEVICE.get(device_type, ("reference",))
+    rooms = _ROOMS_FOR_DEVICE.get(device_type, ("reference",))
+    wanted = forced()
+    return rooms if wanted in ("auto", *rooms) else (wanted, *rooms)
 
 
 def _describe_linear(device_type: str) -> Iterator[BackendStatus]:
@@ -196,33 +199,48 @@ def _describe(kernel: str, device_type: str) -> Iterator[BackendStatus]:
 def self_check(device: torch.device | str = "cpu") -> list[SelfCheck]:
     """Run each implementation available for `device` on small odd shapes, against the reference in float64.
 
-    Every kernel in each dtype that it can do, `linear` in each form of weights. `ok` means an error, as
-    `worst_error` measures it, of at most 1e-5, or twice what rounding the result to 16 bits makes. An
-    implementation that raises has an infinite error.
+    Every kernel in each dtype that it can do, over quantised caches, too; `linear` in each form of weights.
+    `ok` means an error, as `worst_error` measures it, of at most 1e-5, or twice what rounding the result to
+    16 bits makes, or a step of a quantised cache. An implementation that raises has an infinite error.
     """
     from octavo.kernels import self_check as cases  # loaded only by the one command that needs it
 
     device = torch.device(device)
-    found = []
+    jobs: list[Callable[[], SelfCheck]] = []
     for kernel, case in cases.CASES.items():
-        oracle, _ = _load("reference", kernel, "cpu", ())
-        assert oracle is not None
-        exact = {dtype: case(oracle, cases.Draw(dtype, torch.float64)) for dtype in cases.BOUNDS}
-        for room in _rooms(device.type):
-            for dtype, bound in cases.BOUNDS.items():
-                facts = tuple(dtype if fact is torch.float32 else fact for fact in KERNELS[kernel][2])
+        for dtype, cache, bound in cases.forms(kernel):
+            facts = _facts(kernel, dtype, cache)
+            oracle, _ = _load("reference", kernel, "cpu", ())
+            assert oracle is not None
+            exact = case(oracle, cases.Draw(dtype, torch.float64, cache=cache))
+            form = " in ".join(str(d).removeprefix("torch.") for d in (dtype, cache) if d is not None)
+            for room in _rooms(device.type):
                 function, _ = _load(room, kernel, device.type, facts)
                 if function is not None:
-                    draw = cases.Draw(dtype, dtype, device)
-                    run = functools.partial(cases.beside, exact[dtype], case, function, draw)
-                    found.append(_checked(kernel, room, str(dtype).removeprefix("torch."), run, bound))
+                    draw = cases.Draw(dtype, dtype, device, cache)
+                    run = functools.partial(cases.beside, exact, case, function, draw)
+                    jobs.append(functools.partial(_checked, kernel, room, form, run, bound))
     for status in _describe_linear(device.type):
         if status.available:
             for weight_form in cases.FORMS[status.implementation]:
                 run = functools.partial(cases.linear, weight_form, device)
                 bound = cases.BOUNDS[torch.float32]
-                found.append(_checked("linear", status.implementation, weight_form, run, bound))
-    return found
+                jobs.append(
+                    functools.partial(_checked, "linear", status.implementation, weight_form, run, bound)
+                )
+    if device.type == "cpu":
+        return [job() for job in jobs]
+    with ThreadPoolExecutor(8) as pool:  # what takes the time is compiling
+        return list(pool.map(lambda job: job(), jobs))
+
+
+def _facts(kernel: str, dtype: torch.dtype, cache: torch.dtype | None) -> tuple[Any, ...]:
+    """What `supports` is told of a self-check in these dtypes."""
+    _, names, ordinary = KERNELS[kernel]
+    return tuple(
+        fact if fact is not torch.float32 else cache if cache and name == "cache dtype" else dtype
+        for name, fact in zip(names, ordinary, strict=True)
+    )
 
 
 def _checked(

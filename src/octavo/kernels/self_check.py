@@ -5,7 +5,7 @@ A case takes an implementation and what draws its inputs, and returns every tens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.kernels.linear import Form, pack_weight
 from octavo.kernels.linear import linear as packed_linear
+from octavo.kernels.reference.quantization import quantise
 
 # Largest error allowed for results of a dtype; for 16 bits twice what rounding them makes.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -23,13 +24,20 @@ FORMS: dict[str, tuple[Form, ...]] = {"cpu": ("float32", "float16", "int8"), "re
 CPU = torch.device("cpu")
 
 
+CACHE_SCALE = 0.03  # of the quantised caches: values of a normal draw fill their range
+
+
 @dataclass(frozen=True)
 class Draw:
-    """Seeded normal values, rounded to `stored`, in the dtype `run`: float64 can start from the same ones."""
+    """Seeded normal values, rounded to `stored`, in the dtype `run`: float64 can start from the same ones.
+
+    `cache` is the dtype of the caches where that is another: float8_e4m3fn or int8, with `scales`.
+    """
 
     stored: torch.dtype
     run: torch.dtype
     device: torch.device = CPU
+    cache: torch.dtype | None = None
 
     def __call__(self, *shape: int, seed: int = 0) -> Tensor:
         values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -38,6 +46,16 @@ class Draw:
     def place(self, values: Tensor) -> Tensor:
         """The same values on the device."""
         return values.to(self.device)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        return {} if self.cache is None else {"k_scale": CACHE_SCALE, "v_scale": 2 * CACHE_SCALE}
+
+    def cached(self, values: Tensor, scale: str) -> Tensor:
+        """The values as a cache stores them, for one of the `scales`."""
+        if self.cache is None:
+            return values
+        return quantise(values, self.scales[scale], self.cache)
 
     def int32(self, *values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -59,6 +77,15 @@ def beside(exact: list[Tensor], case: Case, kernel: Callable[..., Any], draw: Dr
     return [(ours.cpu(), value) for ours, value in zip(case(kernel, draw), exact, strict=True)]
 
 
+def forms(kernel: str) -> Iterator[tuple[torch.dtype, torch.dtype | None, float]]:
+    """(dtype, dtype of quantised caches or None, largest error allowed) of every check of a kernel."""
+    for dtype, bound in BOUNDS.items():
+        yield dtype, None, bound
+    if kernel in QUANTISED:
+        for cache in CACHE_DTYPES:
+            yield torch.bfloat16, cache, QUANTISED[kernel]
+
+
 def _attention(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     """A chunk with a past, a decode, nothing, more queries than keys; shuffled blocks, NaN elsewhere."""
     written: list[Tensor] = []
@@ -66,17 +93,20 @@ def _attention(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     cu_q, cu_k = draw.int32(0, 3, 4, 4, 8), draw.int32(0, 7, 18, 18, 20)
     for head_dim, kv_heads in ((64, 3), (40, 1), (96, 9)):
         q = draw(8, 9, head_dim)
-        caches = [draw(8, 4, kv_heads, head_dim, seed=s) for s in (1, 2)]
-        for cache in caches:
+        values = [draw(8, 4, kv_heads, head_dim, seed=s) for s in (1, 2)]
+        for cache in values:
             for block, offset in ((2, 3), (3, 3), (1, 2), (4, 0), (7, 0)):
                 cache[block, offset:] = float("nan")
+        caches = [
+            draw.cached(cache, scale) for cache, scale in zip(values, ("k_scale", "v_scale"), strict=True)
+        ]
         for window, softcap, extras in (((-1, -1), 0.0, False), ((2, 0), 5.0, True)):
             out = torch.full_like(q, float("nan"))
             lse = torch.full((9, 8), float("nan"), dtype=draw.lse_dtype, device=draw.device)
             slopes = draw.place(torch.linspace(0.0, 1.0, 9)) if extras else None
             sinks = draw.place(torch.linspace(-1.0, 1.0, 9)) if extras else None
             scores = {"softmax_scale": 0.2, "causal": True, "window_size": window, "softcap": softcap}
-            places = {"block_table": table, "out": out, "lse": lse}
+            places = {"block_table": table, "out": out, "lse": lse, **draw.scales}
             kernel(q, *caches, cu_q, cu_k, 4, 11, alibi_slopes=slopes, sinks=sinks, **scores, **places)
             written += [out, lse]
     return written
@@ -84,11 +114,29 @@ def _attention(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
 
 def _write(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     k, v = draw(5, 3, 40), draw(5, 3, 40, seed=1)
-    both = draw.place(
-        torch.zeros(4, 2, 8, 3, 40, dtype=draw.run)
-    )  # K and V interleaved: neither is contiguous
-    kernel(k, v, both[:, 0], both[:, 1], draw.int64(31, 0, -1, 7, 8))
-    return [both]
+    # K and V interleaved: neither is contiguous.
+    both = draw.place(torch.zeros(4, 2, 8, 3, 40, dtype=draw.cache or draw.run))
+    kernel(k, v, both[:, 0], both[:, 1], draw.int64(31, 0, -1, 7, 8), **draw.scales)
+    return [_values(both, draw)]
+
+
+def _values(caches: Tensor, draw: Draw) -> Tensor:
+    """What caches hold; of quantised ones, times the scale of K."""
+    return caches if draw.cache is None else caches.float() * CACHE_SCALE
+
+
+def _rotate_and_write(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    written = []
+    table = _angles(draw)
+    for interleaved, weights in ((False, True), (True, False)):
+        qkv = draw(5, 6, 24)  # rotary dimension 20 of 24; 4 query heads, 1 KV head
+        q, k, v = qkv.split_with_sizes([4, 1, 1], dim=1)
+        both = draw.place(torch.zeros(2, 4, 8, 1, 24, dtype=draw.cache or draw.run))
+        norms = {"q_weight": draw(24, seed=1), "k_weight": draw(24, seed=2), "eps": 1e-6} if weights else {}
+        places = draw.int64(0, 15, 3, 3, 7), both[0], both[1], draw.int64(31, 0, -1, 7, 8)
+        q_out = kernel(q, k, v, table, *places, interleaved=interleaved, **norms, **draw.scales)
+        written += [q_out, _values(both, draw)]
+    return written
 
 
 def _norm(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
@@ -102,13 +150,33 @@ def _norm(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
 
 def _rotary(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     written = []
-    angles = torch.rand(16, 20, generator=torch.Generator().manual_seed(3)) * 6
-    table = draw.place(torch.cat([angles[:, :10].cos(), angles[:, :10].sin()], dim=-1))
+    table = _angles(draw)
     for interleaved in (False, True):
         qkv = draw(5, 6 * 24)  # rotary dimension 20 of 24; 4 query heads, 1 key head
         q, k = qkv[:, :96].view(5, 4, 24), qkv[:, 96:120].view(5, 1, 24)
         kernel(q, k, table, draw.int64(0, 15, 3, 3, 7), interleaved)
         written.append(qkv)
+    return written
+
+
+def _angles(draw: Draw) -> Tensor:
+    """Cosines and sines for 16 positions and a rotary dimension of 20."""
+    angles = torch.rand(16, 10, generator=torch.Generator().manual_seed(3)) * 6
+    return draw.place(torch.cat([angles.cos(), angles.sin()], dim=-1))
+
+
+def _sample(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    """Ids, and log probabilities, of rows with all filters, with none, greedy, and without any number."""
+    logits = 4 * draw(6, 999)  # a power of two: exact in every dtype
+    logits[4] = float("nan")
+    temperature = draw.place(torch.tensor([0.7, 1.0, 0.0, 1.5, 1.0, 0.2]))
+    top_k, top_p = draw.int32(7, 0, 5, 900, 3, 50), draw.place(torch.tensor([0.8, 1.0, 0.9, 0.5, 0.9, 1.0]))
+    min_p = draw.place(torch.tensor([0.01, 0.0, 0.0, 0.001, 0.0, 0.1]))
+    seeds, positions = draw.int64(1, 2, 3, 4, 5, -6), draw.int64(0, 1, 2, 300, 4, 5)
+    written = []
+    for filters in ((top_k, top_p, min_p), (None, None, None)):
+        ids, logprobs = kernel(logits, temperature, *filters, seeds, positions, True)
+        written += [ids, logprobs.nan_to_num(1.0)]
     return written
 
 
@@ -119,10 +187,15 @@ def _activation(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
 CASES: dict[str, Case] = {
     "varlen_attention": _attention,
     "write_kv_cache": _write,
+    "rotate_and_write_kv_cache": _rotate_and_write,
     "rms_norm": _norm,
     "apply_rotary": _rotary,
     "silu_and_mul": _activation,
+    "sample": _sample,
 }
+# Kernels that meet quantised caches, and how far off one step of those may bring them.
+QUANTISED = {"varlen_attention": 2.0**-7, "write_kv_cache": 1e-6, "rotate_and_write_kv_cache": 2.0**-3}
+CACHE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 
 
 def _linear_inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,98 @@
+"""What `octavo doctor` finds out about a GPU: the card, its kernels, their answers, its best rates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.kernels import backend
+from octavo.kernels import triton as triton_room
+from octavo.kernels.triton import tuning
+
+if TYPE_CHECKING:
+    from octavo.cli.doctor import Report
+
+WRONG = "its answers are wrong on this GPU; run with OCTAVO_KERNELS=reference and report this"
+_REPLAY_BOUND = 2.0**-7  # of bfloat16 results
+
+
+def examine(report: Report) -> None:
+    """Add all findings; only called where torch has a CUDA (or ROCm) device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    _card(report, device)
+    _kernels(report)
+    for check in backend.self_check(device):
+        name = f"{check.kernel} [{check.implementation}] {check.form}"
+        detail = f"worst error against the reference {check.worst_error:.1e}"
+        report.add("gpu self-check", name, "ok" if check.ok else "trouble", detail, "" if check.ok else WRONG)
+    if triton_room.unfit_reason("cuda") is None:
+        _graphs(report, device)
+        _compiles(report, device)
+    _rates(report, device)
+
+
+def _card(report: Report, device: torch.device) -> None:
+    from octavo.bench.report import gpu_name
+
+    properties = torch.cuda.get_device_properties(device)
+    detail = (
+        f"{gpu_name()}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
+    )
+    report.add("gpu", "card", "ok", f"{detail}, compute capability {properties.major}.{properties.minor}")
+    try:
+        import triton
+    except ImportError as error:
+        advice = "pip install triton; without it the GPU runs plain torch, many times slower"
+        report.add("gpu", "triton", "note", f"does not import ({error})", advice)
+    else:
+        reason = triton_room.unfit_reason("cuda")
+        report.add("gpu", "triton", "note" if reason else "ok", reason or triton.__version__)
+    path = tuning.table_path(device)
+    if path is not None and path.exists():
+        count = sum(map(len, tuning.table(device).values()))
+        report.add("gpu", "launch parameters", "ok", f"{count} tuned for this GPU ({path.name})")
+    else:
+        detail = "no table for this GPU: safe defaults"
+        report.add("gpu", "launch parameters", "note", detail, "octavo bench tune makes one, in some minutes")
+
+
+def _kernels(report: Report) -> None:
+    statuses = backend.describe("cuda")
+    for status in statuses:
+        name = f"{status.kernel} [{status.implementation}]"
+        if status.available:
+            report.add("gpu kernels", name, "ok", "used here" if status.selected else "runs here")
+        else:
+            report.add("gpu kernels", name, "note", f"not here: {status.reason}")
+
+
+def _graphs(report: Report, device: torch.device) -> None:
+    from octavo.kernels.gpu_checks import replay_error
+
+    error = replay_error(device)
+    good = error <= _REPLAY_BOUND
+    detail = f"a captured step replayed with other lengths, worst error {error:.1e}"
+    report.add("gpu", "CUDA graphs", "ok" if good else "trouble", detail, "" if good else WRONG)
+
+
+def _compiles(report: Report, device: torch.device) -> None:
+    from octavo.kernels.gpu_checks import late_compiles
+
+    made, late = late_compiles(device)
+    from_disk = sum(one.from_disk for one in made)
+    detail = f"warm-up made {len(made)} ({from_disk} from disk); after it {len(late)} in a sweep of batches"
+    if late:
+        names = ", ".join(dict.fromkeys(one.kernel for one in late))
+        advice = "requests will wait for the compiler now and then; report this"
+        report.add("gpu", "compiled late", "note", f"{detail}: {names}", advice)
+    else:
+        report.add("gpu", "compiled late", "ok", detail)
+
+
+def _rates(report: Report, device: torch.device) -> None:
+    from octavo.bench.roofline import measure_ceilings
+
+    ceilings = measure_ceilings(device)
+    detail = ", ".join(f"{name} {value:g}" for name, value in ceilings.as_dict().items())
+    report.add("gpu", "measured", "ok", detail)
