@@ -1,4 +1,4 @@
-"""SmolLM2-135M on a GPU: Transformers' greedy tokens in float32 and, nearly, in bfloat16 and with small caches."""
+"""SmolLM2-135M on a GPU: Transformers' greedy tokens in float32; in bfloat16 and small caches nearly so."""
 
 from __future__ import annotations
 
