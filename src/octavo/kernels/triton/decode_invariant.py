@@ -1,9 +1,9 @@
 """Batch-invariant decode attention: the bits of a row depend on its query, its keys and nothing else.
 
-Keys are cut into chunks at absolute positions. Each chunk becomes a partial by the very function, tile shape and
-masks that `prefill.py` uses in this mode, whichever program does it, and the partials of an item are merged one
-after the other in the order of the keys, as prefill does in registers. So a token's row has the same bits alone
-or in a batch, in a draft of eight, or in a prompt of thousands.
+Keys are cut into chunks at absolute positions. Each chunk becomes a partial by the very function, tile shape
+and masks that `prefill.py` uses in this mode, whichever program does it, and the partials of an item are merged
+one after the other in the order of the keys, as prefill does in registers. So a token's row has the same bits
+alone or in a batch, in a draft of eight, or in a prompt of thousands.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -153,9 +153,9 @@ def _merge_chunks(
         acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         high = tl.full([BLOCK_R], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_R], tl.float32)
-        slot = ((b.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROW_TILES + row_tile) * most_chunks
+        slot = (b.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROW_TILES + row_tile
         for chunk in tl.range(0, chunks, num_stages=4):
-            at = (slot + chunk) * ROWS + local
+            at = (slot * most_chunks + chunk) * ROWS + local
             chunk_high = tl.load(partial_sums + at * 2, mask=seen, other=float("-inf"))
             chunk_total = tl.load(partial_sums + at * 2 + 1, mask=seen, other=0.0)
             chunk_acc = tl.load(

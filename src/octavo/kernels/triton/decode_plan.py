@@ -7,8 +7,8 @@ head and BLOCK_M query rows). Units are laid end to end, and each program takes 
     | . . . . . . . . . . . | . . . . . . . . . . . | . . . . . . . . . | . . . . . . .
     '------ program 0 ------------' '------ program 1 -----------' '--- program 2 ---
 
-so that all are busy equally long whatever the lengths are, and no length is read by the host. A program's range
-cuts at most two items, its first and its last; what lies between is its own.
+so that all are busy equally long whatever the lengths are, and no length is read by the host. A program's
+range cuts at most two items, its first and its last; what lies between is its own.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
