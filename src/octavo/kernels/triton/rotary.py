@@ -1,9 +1,9 @@
 """Rotary position embedding in place, and the pieces that `rotate_and_write` shares.
 
-A tile is (H, T, ...) heads of tokens, heads first: the threads of a warp lie along tokens and channels, so
-that each loads the cosines of its one token once and turns all its heads with them. A head is cut into
-*pairs*, whose first and second members are two tiles (H, T, R), R = rotary_dim / 2 rounded up to a power of
-two, and the *rest* behind rotary_dim.
+A tile is (T, H, ...): heads of tokens. The compiler lays the threads of a warp along the last and the first
+dimension, so that each loads the cosines of its one token once and turns all its heads with them. A head is
+cut into *pairs*, whose first and second members are two tiles (T, H, R), R = rotary_dim / 2 rounded up to a
+power of two, and the *rest* behind rotary_dim.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -27,12 +27,12 @@ def load_pairs(
     x, at, live, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """First and second members (H, T, R) float32 of the pairs of the heads that begin at elements `at`."""
+    """First and second members (T, H, R) float32 of the pairs of the heads that begin at elements `at`."""
     if INTERLEAVED:
         dims = tl.arange(0, 2 * BLOCK_R)[None, None, :]
         mask = live & (dims < 2 * HALF)
         both = tl.load(x + (at + dims), mask=mask, other=0.0, eviction_policy="evict_first")
-        first, second = tl.split(tl.reshape(both, (BLOCK_H, BLOCK_T, BLOCK_R, 2)))
+        first, second = tl.split(tl.reshape(both, (BLOCK_T, BLOCK_H, BLOCK_R, 2)))
     else:
         dims = tl.arange(0, BLOCK_R)[None, None, :]
         mask = live & (dims < HALF)
@@ -43,7 +43,7 @@ def load_pairs(
 
 @triton.jit
 def load_rest(x, at, live, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_REST: tl.constexpr):
-    """The channels (H, T, BLOCK_REST) float32 behind the pairs."""
+    """The channels (T, H, BLOCK_REST) float32 behind the pairs."""
     dims = 2 * HALF + tl.arange(0, BLOCK_REST)[None, None, :]
     rest = tl.load(x + (at + dims), mask=live & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first")
     return rest.to(tl.float32)
@@ -60,14 +60,14 @@ def load_angles(
     BLOCK_R: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Cosines and sines (1, T, R) of positions (T,); NaN, and nothing read, for a position without a row."""
+    """Cosines and sines (T, 1, R) of positions (T,); NaN, and nothing read, for a position without a row."""
     dims = tl.arange(0, BLOCK_R)[None, :]
     known = (position >= 0) & (position < num_positions)
     at = table + (tl.multiple_of(position * table_row, ALIGN)[:, None] + dims)
     mask = (live & known)[:, None] & (dims < HALF)
     cos = tl.load(at, mask=mask, other=float("nan"), eviction_policy="evict_last")
     sin = tl.load(at + HALF, mask=mask, other=float("nan"), eviction_policy="evict_last")
-    return cos[None, :, :], sin[None, :, :]
+    return cos[:, None, :], sin[:, None, :]
 
 
 @triton.jit
@@ -80,8 +80,8 @@ def turn(first, second, cos, sin):
 def join_pairs(
     first, second, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr
 ):  # fmt: skip
-    """Interleaved pairs as they lie in memory, (H, T, 2 R)."""
-    return tl.reshape(tl.join(first, second), (BLOCK_H, BLOCK_T, 2 * BLOCK_R))
+    """Interleaved pairs as they lie in memory, (T, H, 2 R)."""
+    return tl.reshape(tl.join(first, second), (BLOCK_T, BLOCK_H, 2 * BLOCK_R))
 
 
 @triton.jit(
@@ -104,12 +104,12 @@ def _rotate(
     if group < Q_GROUPS:
         x, stride_token, stride_head = q, q_token, q_head
         head = group * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask = (head < NUM_HEADS)[:, None] & live[None, :]
+        mask = (head < NUM_HEADS)[None, :] & live[:, None]
     else:
         x, stride_token, stride_head = k, k_token, k_head
         head = (group - Q_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask = (head < NUM_KV_HEADS)[:, None] & live[None, :]
-    at = head.to(tl.int64)[:, None] * stride_head + token[None, :] * stride_token
+        mask = (head < NUM_KV_HEADS)[None, :] & live[:, None]
+    at = head.to(tl.int64)[None, :] * stride_head + token[:, None] * stride_token
     at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
     mask = mask[:, :, None]
     first, second = load_pairs(x, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)

@@ -44,7 +44,7 @@ def _turned(
             squares += tl.sum(rest * rest, 2)
         scale = tl.rsqrt(squares * (1.0 / HEAD_DIM) + eps)[:, :, None]
         # Every token's threads load the weight for themselves, in the layout of their heads.
-        zero = tl.zeros((1, BLOCK_T, 1), tl.int64)
+        zero = tl.zeros((BLOCK_T, 1, 1), tl.int64)
         w_first, w_second = load_pairs(weight, zero, zero == 0, HALF, 1, BLOCK_T, BLOCK_R, INTERLEAVED)
         first = first * scale * w_first
         second = second * scale * w_second
@@ -80,14 +80,14 @@ def _queries(
     BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    mask = ((head < NUM_HEADS)[:, None] & live[None, :])[:, :, None]
-    at = head[:, None] * q_head + token[None, :] * q_token
+    mask = ((head < NUM_HEADS)[None, :] & live[:, None])[:, :, None]
+    at = head[None, :] * q_head + token[:, None] * q_token
     at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
     first, second, rest = _turned(
         q, at, mask, cos, sin, q_weight, eps, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
         INTERLEAVED, HAS_NORM,
     )  # fmt: skip
-    to = ((token[None, :] * NUM_HEADS + head[:, None]) * HEAD_DIM)[:, :, None]
+    to = ((token[:, None] * NUM_HEADS + head[None, :]) * HEAD_DIM)[:, :, None]
     _store_turned(
         to, first, second, rest, q_out, mask, 1.0, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
         INTERLEAVED, 0,
@@ -108,13 +108,13 @@ def _keys_and_values(
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     slots = tl.load(slot_mapping + token, mask=live, other=-1)
-    wanted = (head < NUM_KV_HEADS)[:, None] & live[None, :]
+    wanted = (head < NUM_KV_HEADS)[None, :] & live[:, None]
     mask = wanted[:, :, None]
     dims = tl.arange(0, BLOCK_D)[None, None, :]
-    v_at = head[:, None] * v_head + token[None, :] * v_token
+    v_at = head[None, :] * v_head + token[:, None] * v_token
     v_at = tl.multiple_of(v_at, (ALIGN, ALIGN))[:, :, None] + dims
     values = tl.load(v + v_at, mask=mask & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first")
-    k_at = head[:, None] * k_head + token[None, :] * k_token
+    k_at = head[None, :] * k_head + token[:, None] * k_token
     k_at = tl.multiple_of(k_at, (ALIGN, ALIGN))[:, :, None]
     first, second, rest = _turned(
         k, k_at, mask, cos, sin, k_weight, eps, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
@@ -122,10 +122,10 @@ def _keys_and_values(
     )  # fmt: skip
 
     block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
-    wanted = wanted & inside[None, :]
+    wanted = wanted & inside[:, None]
     mask = wanted[:, :, None]
-    k_to = (block * k_cache_block + offset * k_cache_slot)[None, :] + head[:, None] * k_cache_head
-    v_to = (block * v_cache_block + offset * v_cache_slot)[None, :] + head[:, None] * v_cache_head
+    k_to = (block * k_cache_block + offset * k_cache_slot)[:, None] + head[None, :] * k_cache_head
+    v_to = (block * v_cache_block + offset * v_cache_slot)[:, None] + head[None, :] * v_cache_head
     k_to = tl.multiple_of(k_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None]
     v_to = tl.multiple_of(v_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None] + dims
     k_highest, v_highest = 0.0, 0.0
@@ -136,9 +136,9 @@ def _keys_and_values(
             k_highest = tl.maximum(k_highest, tl.max(quantization.magnitude(rest), 2))
     if V_SCALE == 3:
         v_highest = tl.max(quantization.magnitude(values.to(tl.float32)), 2)
-    at = (block * k_scale_block + offset * k_scale_slot)[None, :] + head[:, None] * k_scale_head
+    at = (block * k_scale_block + offset * k_scale_slot)[:, None] + head[None, :] * k_scale_head
     k_factor = quantization.factor(k_highest, k_scale, at, wanted, k_scale_value, FORM, K_SCALE, 2)
-    at = (block * v_scale_block + offset * v_scale_slot)[None, :] + head[:, None] * v_scale_head
+    at = (block * v_scale_block + offset * v_scale_slot)[:, None] + head[None, :] * v_scale_head
     v_factor = quantization.factor(v_highest, v_scale, at, wanted, v_scale_value, FORM, V_SCALE, 2)
     _store_turned(
         k_to, first, second, rest, k_cache, mask, k_factor, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R,
