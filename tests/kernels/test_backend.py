@@ -173,19 +173,17 @@ def test_a_gpu_without_triton_has_the_reference_and_the_reason_is_kept(device_ty
 
 def test_forced_triton_on_cpu_tensors_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    triton_room.unfit_reason.cache_clear()
     monkeypatch.setattr(triton_room, "is_interpreted", lambda: False)
+    monkeypatch.setattr(triton_room, "_compiles_for_cpu", lambda: False)
     message = r"silu_and_mul: the 'triton' kernels are forced .*only with TRITON_INTERPRET=1\. Unset"
     with backend.use("triton"), pytest.raises(UnsupportedKernelConfig, match=message):
         silu_and_mul(torch.ones(1, 2))
-    triton_room.unfit_reason.cache_clear()
     monkeypatch.setattr(triton_room, "is_interpreted", lambda: True)
     fake_room(monkeypatch, Working, "triton")
     with backend.use("triton"):
         assert silu_and_mul(torch.ones(1, 2)).item() == 42.0
     with backend.use("auto"):
         assert backend.implementation_of("silu_and_mul") == "cpu"  # the interpreter is never chosen
-    triton_room.unfit_reason.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -196,19 +194,18 @@ def test_which_triton_is_new_enough(
     monkeypatch: pytest.MonkeyPatch, version: str, reason: str | None
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
-    assert triton_room.unfit_reason.__wrapped__("xpu") == reason
+    assert triton_room._installation_reason.__wrapped__() == reason
 
 
 def test_a_gpu_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.1"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     reason = "Tesla T4 has compute capability 7.5; 8.0 or newer is needed"
-    assert triton_room.unfit_reason.__wrapped__("cuda") == reason
+    assert triton_room._capability_reason.__wrapped__() == reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    assert triton_room.unfit_reason.__wrapped__("cuda") is None
+    assert triton_room._capability_reason.__wrapped__() is None
 
 
 def test_a_kernel_that_a_room_lacks_is_told_from_one_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

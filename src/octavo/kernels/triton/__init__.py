@@ -14,20 +14,39 @@ OLDEST = (3, 6)  # of Triton; the newest that the tests run on is 3.9
 OLDEST_CAPABILITY = (8, 0)  # of an NVIDIA GPU: bfloat16 and asynchronous copies
 
 
-@functools.cache
 def unfit_reason(device_type: str) -> str | None:
     """Why these kernels cannot run on tensors of such a device here; None when they can."""
+    reason = _installation_reason()
+    if reason is not None:
+        return reason
+    if device_type == "cpu":
+        if is_interpreted() or _compiles_for_cpu():
+            return None
+        return "Triton runs on GPUs; on the CPU only with TRITON_INTERPRET=1"
+    if device_type == "cuda":
+        return _capability_reason()
+    return None
+
+
+@functools.cache
+def _installation_reason() -> str | None:
     try:
         import triton
     except ImportError as error:
         return f"Triton does not import ({error}); pip install triton"
     if _version(triton.__version__) < OLDEST:
         return f"Triton {triton.__version__} is too old; 3.6 or newer is needed"
-    if device_type == "cpu":
-        return None if is_interpreted() else "Triton runs on GPUs; on the CPU only with TRITON_INTERPRET=1"
-    if device_type == "cuda":
-        return _capability_reason()
     return None
+
+
+def _compiles_for_cpu() -> bool:
+    """Whether the CPU is what this Triton compiles for: a driver of that kind is in place."""
+    from triton.runtime import driver
+
+    try:
+        return bool(driver.active.get_active_torch_device().type == "cpu")
+    except RuntimeError:  # there is no driver at all
+        return False
 
 
 def is_interpreted() -> bool:
@@ -42,6 +61,7 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@functools.cache
 def _capability_reason() -> str | None:
     import torch
 
