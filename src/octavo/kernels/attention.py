@@ -76,6 +76,9 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = ...,
     return_softmax_lse: Literal[False] = False,
     out: Tensor | None = ...,
+    k_scale: Tensor | float | None = ...,
+    v_scale: Tensor | float | None = ...,
+    batch_invariant: bool = ...,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -96,6 +99,9 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = ...,
     return_softmax_lse: Literal[True],
     out: Tensor | None = ...,
+    k_scale: Tensor | float | None = ...,
+    v_scale: Tensor | float | None = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @names_wrong_types
 def flash_attn_varlen_func(
@@ -116,6 +122,9 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     return_softmax_lse: bool = False,
     out: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of B sequences laid end to end, over packed keys or over a paged cache.
 
@@ -125,24 +134,34 @@ def flash_attn_varlen_func(
         q: (Tq, H, D) float32, float16, bfloat16 or float64; any strides with a contiguous last dimension.
         k, v: packed (Tk, KVH, D), or with `block_table` the paged caches (num_blocks, block_size, KVH, D),
             block_size a power of two. Any strides with a contiguous last dimension. Slots past a sequence's
-            length may hold anything, NaN included.
+            length may hold anything, NaN included. Caches may be quantised: float8_e4m3fn or int8.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 prefix sums of the query and key lengths, first 0; key
             lengths *include* the tokens being computed. Lengths of 0 are fine; cu_seqlens_q ends at Tq,
             cu_seqlens_k at Tk (with a block table: anywhere).
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. On a GPU nothing is read from the device,
+            so these choose the kernels and how the work is cut; true bounds give true results, however
+            loose, and tight ones are faster.
         block_table: (B, max_blocks) int32: key j of sequence b is slot ``j % block_size`` of block
             ``block_table[b, j // block_size]``. Entries no visible key needs may be -1. Blocks may be shared.
         alibi_slopes: (H,) or (B, H) float32.      sinks: (H,) float32, float16 or bfloat16.
         return_softmax_lse: return (out, lse), lse (H, Tq) float32 (float64 for float64 queries).
         out: (Tq, H, D) in the dtype of q, written instead of a new tensor; must not overlap the inputs.
+        k_scale, v_scale: for quantised caches, what `write_kv_cache` was given: None (1.0; not for int8), a
+            number, a float32 tensor of one element, or float32 (num_blocks, block_size, KVH).
+        batch_invariant: the bits of a row depend on its own sequence alone, whatever else is in the batch,
+            whichever chunk the row is computed in, and however much of the prefix was there before. Slower
+            on a GPU; on the CPU it is always so.
 
     Returns:
         out (Tq, H, D), or (out, lse).
 
     Raises:
         KernelArgumentError: a type, shape, dtype, device or stride is wrong; on the CPU also wrong prefix
-            sums, bounds that do not hold, and table entries that name no block. `out` is untouched.
-        UnsupportedKernelConfig: head_dim over 256, a quantised cache, an input that requires gradients.
+            sums, bounds that do not hold, and table entries that name no block: reading them from a GPU
+            would make the host wait, so there such arguments read or write memory that is not theirs.
+            `out` is untouched.
+        UnsupportedKernelConfig: head_dim over 256, a cache of another quantised dtype, an input that
+            requires gradients. Nothing was launched.
     """
     name = "flash_attn_varlen_func"
     device = q.device
@@ -159,17 +178,24 @@ def flash_attn_varlen_func(
         checks.same(name, "v", v, "k", k)
         num_keys, num_kv_heads, kv_head_dim = k.shape
         num_blocks = block_size = 0
+        if k_scale is not None or v_scale is not None:
+            argument = "v_scale" if k_scale is None else "k_scale"
+            raise checks.wrong(name, argument, "None without a block table", "a scale")
     else:
         checks.caches(name, "k", k, "v", v, device)
         num_blocks, block_size, num_kv_heads, kv_head_dim = k.shape
         num_keys = None
         checks.table(name, block_table, batch, device)
+        checks.scales(name, k_scale, v_scale, k)
     checks.heads(name, num_heads, num_kv_heads, head_dim, kv_head_dim)
+    checks.flag(name, "batch_invariant", batch_invariant)
     window_size = checks.attention_options(
         name, num_heads, batch, device, softmax_scale, causal, window_size, softcap,
         alibi_slopes, sinks, return_softmax_lse,
     )  # fmt: skip
-    options = ScoreOptions(softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    options = Options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale, batch_invariant
+    )
     if out is not None:
         checks.output(name, out, q)
     if q.is_cpu:
@@ -191,8 +217,8 @@ def flash_attn_varlen_func(
     return out if lse is None else (out, lse)
 
 
-class ScoreOptions(NamedTuple):
-    """What changes the scores."""
+class Options(NamedTuple):
+    """What both functions pass on as it is."""
 
     softmax_scale: float | None
     causal: bool
@@ -200,6 +226,9 @@ class ScoreOptions(NamedTuple):
     softcap: float
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    k_scale: Tensor | float | None
+    v_scale: Tensor | float | None
+    batch_invariant: bool
 
 
 def attend(
@@ -210,12 +239,13 @@ def attend(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    options: ScoreOptions,
+    options: Options,
     block_table: Tensor | None,
     out: Tensor | None,
     with_lse: bool,
+    leftpad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the selected implementation on checked arguments."""
+    """Run the selected implementation on checked arguments; the first leftpad[b] keys are not there."""
     num_rows, num_heads, head_dim = q.shape
     device = q.device
     if out is None:
@@ -242,5 +272,9 @@ def attend(
         block_table=block_table,
         out=out,
         lse=lse,
+        k_scale=options.k_scale,
+        v_scale=options.v_scale,
+        leftpad=leftpad,
+        batch_invariant=options.batch_invariant,
     )
     return out, lse

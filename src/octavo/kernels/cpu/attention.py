@@ -61,10 +61,15 @@ def varlen_attention(
     block_table: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    leftpad: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """Fill `out` (Tq, H, D) and `lse` (H, Tq); `octavo.kernels.attention` says what they mean.
 
-    A row gets the same bits in every batch, chunk and block layout; `attention_kernel.py` says why.
+    A row gets the same bits in every batch, chunk and block layout; `attention_kernel.py` says why. The
+    scales are None: quantised caches are not supported. Keys are gathered for `leftpad`: slow.
     """
     from octavo.kernels.cpu import attention_kernel
 
@@ -72,6 +77,9 @@ def varlen_attention(
     batch = cu_seqlens_q.shape[0] - 1
     if num_tokens == 0 or batch < 1:
         return
+    if leftpad is not None and block_table is not None:
+        k, v, cu_seqlens_k = _without_padding(k, v, block_table, leftpad, cu_seqlens_k)
+        block_table = None
     num_kv_heads = k.shape[-2]
     group = num_heads // num_kv_heads
     left, right = window_size
@@ -131,3 +139,17 @@ def varlen_attention(
     work = num_tokens * num_heads * max_seqlen_k * head_dim
     kernel = attention_kernel.attention_kernel(host.DTYPE_NAMES[q.dtype], host.DTYPE_NAMES[k.dtype])
     threads.run(kernel, parameters, parallel=work > _PARALLEL_WORK, scratch_bytes=task.scratch_bytes)
+
+
+def _without_padding(
+    k_cache: Tensor, v_cache: Tensor, table: Tensor, leftpad: Tensor, cu_seqlens_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed copies of the keys and values from `leftpad` on, and the prefix sums of their numbers."""
+    block_size = k_cache.shape[1]
+    kept = (cu_seqlens_k.diff() - leftpad).long()
+    ends = kept.cumsum(0)
+    sequence = torch.repeat_interleave(torch.arange(len(kept)), kept)
+    position = torch.arange(len(sequence)) - (ends - kept)[sequence] + leftpad[sequence]
+    blocks, offsets = table.long()[sequence, position // block_size], position % block_size
+    cu_seqlens_k = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+    return k_cache[blocks, offsets], v_cache[blocks, offsets], cu_seqlens_k
