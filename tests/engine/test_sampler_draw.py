@@ -13,7 +13,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from octavo.engine.draw import draw_by_id, draw_by_order, gather_logprobs, leading_ids, order_keys, uniform
+from octavo.engine.draw import draw_by_id, draw_by_order, gather_logprobs, leading_ids, order_keys
+from octavo.kernels.reference.sampling import uniform
 from octavo.outputs import Logprob
 
 MASK = 2**64 - 1

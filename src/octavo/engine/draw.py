@@ -20,36 +20,6 @@ FIRST_CANDIDATES = 256
 # Tokens whose probabilities are summed together before one of these blocks is searched token by token.
 _BLOCK = 128
 
-# splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), constants as int64.
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
-
-
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) per row, a function of its seed and position alone.
-
-    splitmix64 whose starting state is the mixed seed, at output number `position`; the upper 53 bits become a
-    float64. Mixing the seed first keeps neighbouring seeds from walking the same sequence. A total times such
-    a number rounds to less than the total, so a search for it ends at a token with some probability.
-
-    Args:
-        seeds, positions: (R,) int64.
-    """
-    state = _mix(seeds + _GAMMA) + (positions + 1) * _GAMMA
-    return _shift_right(_mix(state), 11).double() * 2.0**-53
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: int64 tensors shift arithmetically, which would copy the sign downwards."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
 
 def order_keys(logits: Tensor) -> Tensor:
     """(R, V) int64, all different in a row: a larger logit has a larger key, then a lower id has.
@@ -158,18 +128,43 @@ def gather_logprobs(logits: Tensor, chosen: Tensor, widths: list[int]) -> list[d
     Args:
         logits: (R, V) float32 without NaN, as the model gave them. chosen: (R,) int64.
     """
+    own, *tables = read([chosen, *logprob_tables(logits, chosen, max(widths))])
+    return logprob_entries(own.tolist(), tables, widths)
+
+
+def logprob_tables(logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(ranks (R,) int64, log probabilities (R,) float32) of the chosen tokens, then (ids (R, width), log
+    probabilities) of the most likely ones, in order. Arguments as in `gather_logprobs`.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
     keys = order_keys(logits)
     own = chosen[:, None]
-    ranks: list[int] = ((keys > keys.gather(1, own)).sum(dim=1) + 1).tolist()
-    values: list[float] = logprobs.gather(1, own)[:, 0].tolist()
-    ids = leading_ids(keys, max(widths))
-    tops: list[list[int]] = ids.tolist()
-    top_values: list[list[float]] = logprobs.gather(1, ids).tolist()
+    ranks = (keys > keys.gather(1, own)).sum(dim=1) + 1
+    ids = leading_ids(keys, width)
+    return ranks, logprobs.gather(1, own)[:, 0], ids, logprobs.gather(1, ids)
+
+
+def logprob_entries(chosen: list[int], tables: list[Tensor], widths: list[int]) -> list[dict[int, Logprob]]:
+    """What `logprob_tables` found, one dict per row: the chosen token, then the `widths[row]` most likely."""
     found = []
-    for row, token in enumerate(chosen.tolist()):
-        entry = {token: Logprob(values[row], ranks[row])}
-        for place in range(widths[row]):
-            entry.setdefault(tops[row][place], Logprob(top_values[row][place], place + 1))
+    columns = (table.tolist() for table in tables)
+    for token, width, rank, value, tops, top in zip(chosen, widths, *columns, strict=True):
+        entry = {token: Logprob(value, rank)}
+        for place in range(width):
+            entry.setdefault(tops[place], Logprob(top[place], place + 1))
         found.append(entry)
+    return found
+
+
+def read(tensors: list[Tensor]) -> list[Tensor]:
+    """int64 and float32 tensors of one device on the CPU, with one wait for it. Floats come as float64."""
+    if tensors[0].is_cpu:
+        return tensors
+    bits = [x if x.dtype == torch.int64 else x.double().view(torch.int64) for x in tensors]
+    together = torch.cat([x.reshape(-1) for x in bits]).cpu()
+    found, start = [], 0
+    for x in tensors:
+        part = together[start : start + x.numel()]
+        start += x.numel()
+        found.append((part if x.dtype == torch.int64 else part.view(torch.float64)).view(x.shape))
     return found

@@ -54,19 +54,19 @@ def sample(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Choose one token per row: the highest logit, or a draw from the filtered distribution.
 
-    A token's probability is ``exp((logit - highest) / temperature)``, up to a factor. Three filters keep a run
-    of the tokens in order of logit, of equal logits the lower id first: ``min_p`` those at least min_p times
-    as probable as the most probable one, then ``top_k`` exactly k of them, then ``top_p`` the shortest run
-    whose share of what is left reaches top_p. The token is the first one, in order of id, at which the running
-    sum of the kept probabilities exceeds ``uniform(seed, position)`` times their total; uniform is splitmix64,
-    see `octavo.kernels.reference.sampling`. A token without probability is never drawn.
+    A token's probability is ``exp((logit - highest) / temperature)``, up to a factor. Three filters keep a
+    run of the tokens in order of logit, of equal logits the lower id first: ``min_p`` those at least min_p
+    times as probable as the most probable one, then ``top_k`` exactly k of them, then ``top_p`` the shortest
+    run whose share of what is left reaches top_p. The token is the first one, in order of id, at which the
+    running sum of the kept probabilities exceeds ``uniform(seed, position)`` times their total; uniform is
+    splitmix64, see `octavo.kernels.reference.sampling`. A token without probability is never drawn.
 
     A row's token depends on its own logits and options alone, to the last bit, and never on the batch. On a
     GPU nothing is read by the host, and a CUDA graph can capture the call.
 
     Args:
         logits: (R, V) float32, float16 or bfloat16, any row stride; -inf is allowed. Not changed.
-        temperature: (R,) float32; 0 takes the highest logit (of equal ones the lowest id), whatever the filters.
+        temperature: (R,) float32; 0 takes the highest logit, of equal ones the lowest id.
         top_k: (R,) int32; 0, negative or V and more keep all.
         top_p: (R,) float32, above 0; 1 and more keep all.
         min_p: (R,) float32 from 0, which keeps all, to 1.
@@ -75,8 +75,8 @@ def sample(
             untouched by temperature and filters.
 
     Returns:
-        ids (R,) int64, or (ids, logprobs (R,) float32). A row that holds NaN or +inf, or nothing but -inf, has
-        the id -1 and the log probability NaN.
+        ids (R,) int64, or (ids, logprobs (R,) float32). A row that holds NaN or +inf, or nothing but -inf,
+        has the id -1 and the log probability NaN.
 
     Raises:
         KernelArgumentError: a type, shape, dtype, device or stride is wrong.

@@ -58,9 +58,10 @@ def sample(
     last = probs.shape[1] - 1 - (probs.flip(1) > 0).int().argmax(dim=1, keepdim=True)
     ids = torch.minimum(drawn, last)
     wide = logits.double()
-    highest = wide.amax(dim=1)
-    is_bad = ~highest.isfinite()
+    is_bad = ~wide.amax(dim=1).isfinite()
     logprobs = torch.log_softmax(wide, dim=1).gather(1, ids)[:, 0].float() if return_logprobs else None
+    if logprobs is not None:
+        logprobs = logprobs.masked_fill(is_bad, torch.nan)
     return ids[:, 0].masked_fill(is_bad, -1), logprobs
 
 

@@ -6,8 +6,8 @@ Three launches, whatever the batch:
    groups of 64, and each group leaves its maximum and its sum of exponentials relative to that maximum.
 2. `_choose`, a program per row: 2 % of the row's numbers, the group summaries, say which groups can hold a
    token that may be drawn: at least k groups reach the k-th largest group maximum, so every one of the k
-   largest tokens lies in a group that does. The tokens of these groups that reach it are gathered into a short
-   list, and the cuts are searched for there. Rows without filters need only one tile; greedy ones, too.
+   largest tokens lies in a group that does. The tokens of these groups that reach it are gathered into a
+   short list, and the cuts are searched for there. Rows without filters need only one tile; greedy ones, too.
 3. `_search`, a program per row, returns at once unless the list would have been too long (a flat row, a large
    top_k, equal logits by the thousand): then the cuts are searched for over the whole row.
 
@@ -127,7 +127,7 @@ def _summarise(
     ids += tile * (ROWS * GROUPS * VEC)
     source = logits + row.to(tl.int64) * row_stride
     x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    # Loaded as a matrix, so that a warp reads consecutive memory and a thread's VEC x ROWS numbers are a group.
+    # Loaded as a matrix: a warp reads consecutive memory, and a thread's VEC x ROWS numbers are a group.
     x = tl.reshape(x, (ROWS, GROUPS, VEC))
     x = tl.where(x == x, x, float("inf"))  # NaN and +inf are equally bad
     highest = tl.max(tl.max(x, axis=2), axis=0)
@@ -311,7 +311,7 @@ def _lowest_candidate(maxima, highest, likely, total, top_k, top_p, min_p):
     """Key that no token outside the filters' reach has: at least all that are kept have it or a larger one.
 
     Of the k largest tokens each reaches the k-th largest group maximum. Where only top_p cuts, the group
-    maxima from the key upward have enough mass by themselves. A key below all others where that proves nothing.
+    maxima from the key upward have enough mass by themselves. A key below all where neither proves anything.
     """
     keys = _key(maxima)
     live = maxima > -float("inf")
@@ -449,7 +449,7 @@ def _choose(
     place = row.to(tl.int64) * num_groups + groups
     maxima = tl.load(group_max + place, mask=here, other=-float("inf"))
     highest = tl.max(maxima)
-    token = -1
+    token = tl.full((), -1, tl.int32)
     if (highest < float("inf")) & (highest > -float("inf")):
         if not temperature > 0:
             tile = tl.min(tl.where(maxima == highest, groups // GROUPS, num_tiles))
@@ -569,7 +569,7 @@ def _search(
         source = logits + row.to(tl.int64) * row_stride
         scale = _scale(tl.load(temperatures + row))
         top_k, top_p, min_p = _row_options(row, top_ks, top_ps, min_ps, vocab_size)
-        maxima, highest, group_mass = _summary(row, group_max, group_sum, scale, num_groups, ALL_GROUPS)
+        _maxima, highest, group_mass = _summary(row, group_max, group_sum, scale, num_groups, ALL_GROUPS)
         high = _key(highest).to(tl.int64) + 1
         low = tl.zeros((), tl.int64) + (_LOWEST + 1)
         key = low.to(tl.int32)
@@ -609,7 +609,7 @@ def _search(
             mass_above = tl.zeros((), tl.int64)
             while upper - low > 1:
                 middle = _halfway(low, upper)
-                unused, reached = _reaching(
+                _number, reached = _reaching(
                     source, middle.to(tl.int32), vocab_size, highest, scale, min_p, COLUMNS, DEPTH
                 )
                 if reached >= target:
@@ -627,7 +627,7 @@ def _search(
             last = _tie_bound(source, key, num_ties, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
             bound = tl.minimum(bound, last)
         point = _point(row, seeds, positions, mass)
-        token = -1
+        token = tl.full((), -1, tl.int32)
         before = tl.zeros((), tl.int64)
         start = 0
         while (start < vocab_size) & (token < 0):
