@@ -28,8 +28,8 @@ class Made:
 
     Attributes:
         kernel: name of the function.
-        key: what it was made for: argument types (with ``D`` where divisibility by 16 is used), constants and
-            options, as Triton writes them.
+        key: what it was made for: types of arguments, with ``:16`` where divisibility by 16 is used, constants
+            and options.
         from_disk: loaded from the cache on disk rather than compiled.
         seconds: how long the compiler took, by its own account; 0 from disk.
     """
@@ -101,10 +101,25 @@ def _install() -> None:
 def _record(what: dict[str, Any]) -> None:
     from_disk, seconds = getattr(_last_compile, "report", (False, 0.0))
     _last_compile.report = (False, 0.0)
-    key = what.get("repr") or str(what.get("key", ""))
-    name = getattr(what.get("fn"), "name", "") or key.split("[")[0]
-    constants = (what.get("compile") or {}).get("constants") or {}
-    told = ", ".join(f"{name}={value}" for name, value in constants.items())
-    made = Made(name, f"{key} {{{told}}}" if told else key, from_disk, 0.0 if from_disk else seconds)
+    name = getattr(what.get("fn"), "name", None) or str(what.get("repr", "?")).split("[")[0]
+    made = Made(name, _key(what), from_disk, 0.0 if from_disk else seconds)
     for watcher in _watchers:
         watcher.append(made)
+
+
+def _key(what: dict[str, Any]) -> str:
+    """``q:*bf16:16 batch:i32 BLOCK=64 num_warps=4``: types, ``:16`` where divisibility is used, constants."""
+    compiled = what.get("compile") or {}
+    signature, constants = compiled.get("signature") or {}, compiled.get("constants") or {}
+    names = list(signature)
+    attributes = next(iter(compiled.get("configs") or ()), None) or {}
+    aligned = {path[0] for path in attributes if len(path) == 1}
+    parts = []
+    for index, (name, kind) in enumerate(signature.items()):
+        if kind != "constexpr":
+            parts.append(f"{name}:{kind}{':16' if index in aligned else ''}")
+    for path, value in constants.items():
+        index = path[0] if isinstance(path, tuple) else path
+        parts.append(f"{names[index] if isinstance(index, int) else index}={value}")
+    parts += [f"{name}={compiled[name]}" for name in ("num_warps", "num_stages") if name in compiled]
+    return " ".join(parts) or str(what.get("key", ""))

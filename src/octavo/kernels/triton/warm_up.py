@@ -17,6 +17,7 @@ from octavo.kernels.triton.monitor import watch
 if TYPE_CHECKING:
     from octavo.kernels.triton.monitor import Made
 
+_SHORT = 8  # longest query that the decode kernels take; tiles.py has it, too, but loads Triton
 _THREADS = 8  # compile at once; the compiler lets go of Python's lock for most of its work
 
 
@@ -202,27 +203,29 @@ def _attend(model: _Model, window: tuple[int, int], lens_q: list[int], bound_q: 
 
 
 def _decode(model: _Model, window: tuple[int, int]) -> None:
-    short = 8  # longest query that the decode kernels take
-    lengths = _around_powers(model.max_model_len)
-    for batch in _around_powers(model.max_num_seqs):
-        for bound_k in lengths if batch in (1, 2, 16) else (*lengths[::7], model.max_model_len):
+    batches = _around_powers(model.max_num_seqs)
+    for batch in batches:
+        bounds = _around_powers(model.max_model_len)
+        for bound_k in bounds if batch in (1, 2, 16) else (*bounds[::7], model.max_model_len):
             _attend(model, window, [1] * batch, 1, bound_k)
-    for length in range(2, short + 1):
-        for batch in (1, 2, 3, 16, model.max_num_seqs):
-            if batch <= model.max_num_seqs and batch * length <= model.max_num_batched_tokens:
-                for bound_k in (length, 1024, model.max_model_len):
-                    _attend(model, window, [length] * batch, length, max(length, bound_k))
+    for length in range(2, _SHORT + 1):
+        for batch in batches:
+            if batch - 1 + length <= model.max_num_batched_tokens:
+                for bound_k in (length, max(length, 1024), max(length, model.max_model_len)):
+                    _attend(model, window, [length, *[1] * (batch - 1)], length, bound_k)
 
 
 def _prefill(model: _Model, window: tuple[int, int]) -> None:
     longest = min(model.max_num_batched_tokens, model.max_model_len)
-    for length in (size for size in _around_powers(longest) if size > 8):
+    for length in (size for size in _around_powers(longest) if size > _SHORT):
         for bound_k in {length, model.max_model_len}:
-            _attend(model, window, [length], length, bound_k)
-            if length < model.max_num_batched_tokens and model.max_num_seqs > 1:
-                _attend(model, window, [length, 1], length, bound_k)
-    for batch in _around_powers(min(model.max_num_seqs, model.max_num_batched_tokens // 9)):
-        _attend(model, window, [9] * batch, 9, model.max_model_len)
+            for batch in (1, 2):
+                if length + batch - 1 <= model.max_num_batched_tokens and batch <= model.max_num_seqs:
+                    _attend(model, window, [length, *[1] * (batch - 1)], length, bound_k)
+    for length in (_SHORT + 1, min(longest, 1024)):
+        for batch in _around_powers(model.max_num_seqs):
+            if length > _SHORT and length + batch - 1 <= model.max_num_batched_tokens:
+                _attend(model, window, [length, *[1] * (batch - 1)], length, model.max_model_len)
 
 
 def _write(model: _Model) -> None:
