@@ -7,6 +7,9 @@ read by the host, and a row's bits do not depend on what else is in the batch.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,15 +60,34 @@ def varlen_attention(
     if num_rows == 0 or batch < 1:
         return
     longest = min(max_seqlen_q, num_rows)
-    kernels = []
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "block_table": block_table, "out": out, "lse": lse,
+        "k_scale": k_scale, "v_scale": v_scale, "leftpad": leftpad, "batch_invariant": batch_invariant,
+    }  # fmt: skip
+    seqlens = cu_seqlens_q, cu_seqlens_k, longest, max_seqlen_k
     if longest <= SHORT or batch > 1:
-        kernels.append(decode.decode_attention)
+        decode.decode_attention(q, k, v, *seqlens, **options)
     if longest > SHORT:
-        kernels.append(prefill.prefill_attention)
-    for kernel in kernels:
-        kernel(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, longest, max_seqlen_k,
-            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, block_table=block_table, out=out, lse=lse,
-            k_scale=k_scale, v_scale=v_scale, leftpad=leftpad, batch_invariant=batch_invariant,
+        hopper = _hopper()
+        fits = (
+            not isinstance(hopper, str)
+            and not prefill.is_split(q, k, batch, max_seqlen_k, block_table)
+            and hopper.supports_hopper(
+                q, k, v, block_table, out, softmax_scale=softmax_scale, alibi_slopes=alibi_slopes,
+                sinks=sinks, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,
+                batch_invariant=batch_invariant,
+            ) is None
         )  # fmt: skip
+        kernel = hopper.prefill_attention if fits else prefill.prefill_attention
+        kernel(q, k, v, *seqlens, **options)
+
+
+@functools.cache
+def _hopper() -> Any:
+    """The module of the kernel for Hopper GPUs, or why there is none."""
+    try:
+        from octavo.kernels.triton import prefill_hopper
+    except (ImportError, AttributeError) as error:  # it is written in Gluon, which moves with every release
+        return f"prefill_hopper does not import ({error})"
+    return prefill_hopper

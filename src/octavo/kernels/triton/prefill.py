@@ -23,7 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton import tiles
-from octavo.kernels.triton.attention_arguments import UNALIGNED, UNSPECIALISED, arguments, shape_key
+from octavo.kernels.triton.attention_arguments import (
+    UNALIGNED,
+    UNSPECIALISED,
+    arguments,
+    block_size_of,
+    shape_key,
+)
 from octavo.kernels.triton.tuning import parameters
 
 _SHORT: tl.constexpr = tl.constexpr(tiles.SHORT)
@@ -326,11 +332,7 @@ def prefill_attention(
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         block_table=block_table, out=out, lse=lse, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,
     )  # fmt: skip
-    if batch_invariant:
-        launch = _INVARIANT
-    else:
-        key = shape_key(q, k, facts["BLOCK_SIZE"])
-        launch = parameters("prefill_attention", q.device, key, default_parameters(q, k))
+    launch = _INVARIANT if batch_invariant else _launch(q, k, facts["BLOCK_SIZE"])
     num_kv_heads, group = facts["NUM_KV_HEADS"], facts["GROUP"]
     num_tiles = _most_tiles(num_rows * group, num_long, launch["BLOCK_M"])
     splits = 1 if batch_invariant else _splits(num_tiles * num_kv_heads, max_seqlen_k, launch, q.device)
@@ -365,6 +367,20 @@ _COMBINE_FACTS = (
     "out", "lse", "cu_seqlens_q", "sinks", "v_scale", "out_stride_token", "out_stride_head", "lse_stride",
     "value_scale", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "BLOCK_D", "V_SCALES",
 )  # fmt: skip
+
+
+def is_split(q: Tensor, k: Tensor, batch: int, max_seqlen_k: int, block_table: Tensor | None) -> bool:
+    """Whether there are so few tiles that `prefill_attention` divides their keys."""
+    launch = _launch(q, k, block_size_of(k, block_table))
+    num_long = min(batch, q.shape[0] // (tiles.SHORT + 1))
+    num_kv_heads = k.shape[-2]
+    num_tiles = _most_tiles(q.shape[0] * q.shape[1] // num_kv_heads, num_long, launch["BLOCK_M"])
+    return _splits(num_tiles * num_kv_heads, max_seqlen_k, launch, q.device) > 1
+
+
+def _launch(q: Tensor, k: Tensor, block_size: int) -> Mapping[str, int]:
+    key = shape_key(q, k, block_size)
+    return parameters("prefill_attention", q.device, key, default_parameters(q, k))
 
 
 def default_parameters(q: Tensor, k: Tensor) -> Mapping[str, int]:
