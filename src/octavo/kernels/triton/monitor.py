@@ -28,8 +28,8 @@ class Made:
 
     Attributes:
         kernel: name of the function.
-        key: what it was made for: types of arguments, with ``:16`` where divisibility by 16 is used, constants
-            and options.
+        key: what it was made for: types of arguments, with ``:16`` where divisibility by 16 is used,
+            constants and options.
         from_disk: loaded from the cache on disk rather than compiled.
         seconds: how long the compiler took, by its own account; 0 from disk.
     """
@@ -113,7 +113,7 @@ def _key(what: dict[str, Any]) -> str:
     signature, constants = compiled.get("signature") or {}, compiled.get("constants") or {}
     names = list(signature)
     attributes = next(iter(compiled.get("configs") or ()), None) or {}
-    aligned = {path[0] for path in attributes if len(path) == 1}
+    aligned = {path[0] for path, found in attributes.items() if found and len(path) == 1}
     parts = []
     for index, (name, kind) in enumerate(signature.items()):
         if kind != "constexpr":
