@@ -25,7 +25,7 @@ from octavo.models.shapes import KNOWN_SHAPES
 
 VOCAB_SIZE = 503
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 192, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "llama": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
     "qwen3": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
     "mistral": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16},
 }
