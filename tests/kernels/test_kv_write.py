@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from helpers.quantised import LARGEST, nearest
+from torch import Tensor
 
 from octavo.kernels import write_kv_cache
 
@@ -84,3 +86,89 @@ def test_no_tokens(implementation: str) -> None:
     k_cache, v_cache = caches()
     write_kv_cache(*new(tokens=0), k_cache, v_cache, torch.empty(0, dtype=torch.int64))
     assert (k_cache == -7.0).all()
+
+
+QUANTISED = [torch.float8_e4m3fn, torch.int8]
+
+
+def written_quantised(
+    k: Tensor, dtype: torch.dtype, scale: Tensor | float | None, slots: list[int]
+) -> tuple[Tensor, Tensor]:
+    """What the slots hold after a write of k, as float64, and all that K's cache holds, as it is."""
+    k_cache, v_cache = caches(block_size=16, heads=k.shape[1], head_dim=k.shape[2], dtype=dtype, fill=7.0)
+    v_scale = torch.zeros(4, 16, k.shape[1]) if isinstance(scale, Tensor) and scale.dim() == 3 else scale
+    write_kv_cache(k, k.flip(0), k_cache, v_cache, torch.tensor(slots), k_scale=scale, v_scale=v_scale)
+    flat = k_cache.flatten(0, 1).double()
+    assert torch.equal(flat[slots].flip(0).nan_to_num(), v_cache.flatten(0, 1).double()[slots].nan_to_num())
+    return flat[slots], k_cache
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+@pytest.mark.parametrize("form", ["number", "0-d", "1-d"])
+def test_a_known_scale_divides_and_what_is_too_large_becomes_the_largest(
+    dtype: torch.dtype, form: str
+) -> None:
+    scale = 0.25  # a power of two: dividing is exact, ties are ties
+    values = torch.cat([torch.arange(-1000, 1000) / 16, torch.tensor([0.0, 1e4, -1e4, math.inf, -math.inf])])
+    k = torch.nn.functional.pad(values, (0, 11)).view(-1, 1, 32)
+    given = {"number": scale, "0-d": torch.tensor(scale), "1-d": torch.tensor([scale])}[form]
+    held, cache = written_quantised(k, dtype, given, list(range(63)))
+    assert torch.equal(held, nearest(k / scale, dtype))
+    assert held.abs().max() == LARGEST[dtype]
+    assert (cache.flatten(0, 1)[63].float() == 7.0).all()  # the one slot that nothing went to
+
+
+def test_float8_without_a_scale_holds_the_numbers_themselves() -> None:
+    k = torch.cat([torch.arange(-512, 512) / 1024, torch.arange(-1024.0, 1024.0)]).view(-1, 1, 64)
+    held, _ = written_quantised(k, torch.float8_e4m3fn, None, list(range(48)))
+    assert torch.equal(held, nearest(k, torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_a_token_and_head_finds_its_own_scale(dtype: torch.dtype) -> None:
+    k, _ = new(tokens=40, heads=3, head_dim=80)
+    k *= torch.logspace(-30, 30, 120).view(40, 3, 1)
+    k[7, 1] = 0.0
+    scales = torch.full((3, 4, 16), -5.0).permute(1, 2, 0)  # any strides
+    slots = [int(i) for i in torch.randperm(64, generator=torch.Generator().manual_seed(2))[:40]]
+    held, _ = written_quantised(k, dtype, scales, slots)
+    of_rows = scales.flatten(0, 1)[slots]
+    assert (of_rows > 0).all()
+    exact = k.double().abs().amax(-1) / LARGEST[dtype]
+    present = exact > 0
+    torch.testing.assert_close(of_rows[present].double(), exact[present], rtol=2**-22, atol=0)
+    assert (held.abs().amax(-1)[present] == LARGEST[dtype]).all()
+    # Half a step of the format, relative or absolute, and a rounding or two of float32.
+    steps = 2.0**-4 * k.double().abs() if dtype == torch.float8_e4m3fn else exact[..., None] / 2
+    floor = exact[..., None] * 2.0**-10  # float8's smallest step is 2^-9
+    assert (
+        (held * of_rows[..., None] - k.double()).abs() <= torch.maximum(steps, floor) * (1 + 2**-20)
+    ).all()
+    assert (held[7, 1] == 0).all()
+    untouched = [slot for slot in range(64) if slot not in slots]
+    assert (scales.flatten(0, 1)[untouched] == -5.0).all()
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_what_is_not_finite_stays_where_it_is(dtype: torch.dtype) -> None:
+    """An infinity becomes the row's largest number; a NaN stays one, or is 0 where the dtype has none."""
+    k, _ = new(tokens=3, heads=2, head_dim=16)
+    clean = k.clone()
+    clean[1, 0, 3:5] = 0.0
+    k[1, 0, 3], k[1, 0, 4] = math.nan, -math.inf
+    (held, _), (right, _) = (
+        written_quantised(x, dtype, torch.zeros(4, 16, 2), [5, 60, 0]) for x in (k, clean)
+    )
+    right[1, 0, 3] = 0.0 if dtype == torch.int8 else math.nan
+    right[1, 0, 4] = -LARGEST[dtype]
+    torch.testing.assert_close(held, right, rtol=0, atol=0, equal_nan=True)
+
+
+def test_padding_writes_no_scale() -> None:
+    k, v = new(tokens=2)
+    k_cache, v_cache = caches(dtype=torch.int8)
+    scales = [torch.full((4, 4, 3), -5.0) for _ in range(2)]
+    write_kv_cache(k, v, k_cache, v_cache, torch.tensor([-1, 9]), k_scale=scales[0], v_scale=scales[1])
+    for scale, cache in zip(scales, (k_cache, v_cache), strict=True):
+        assert ((scale != -5.0).nonzero() == torch.tensor([[2, 1, h] for h in range(3)])).all()
+        assert (cache != -7).any(-1).nonzero().tolist() == [[2, 1, h] for h in range(3)]
