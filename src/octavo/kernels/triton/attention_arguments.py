@@ -138,3 +138,12 @@ def _scales(scale: Tensor | None) -> tuple[int, tuple[int, int, int]]:
     if scale.numel() == 1 and scale.dim() < 3:
         return tiles.ONE_SCALE, (0, 0, 0)
     return tiles.TOKEN_SCALES, (scale.stride(0), scale.stride(1), scale.stride(2))
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; a handful for the interpreter."""
+    if device.type == "cpu":
+        return 2
+    found = torch.get_device_module(device).get_device_properties(device)
+    return int(getattr(found, "multi_processor_count", 0) or getattr(found, "gpu_subslice_count", 64))

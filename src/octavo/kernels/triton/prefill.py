@@ -14,8 +14,8 @@ which masks every tile and merges a partial per chunk of keys; see `tiles.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from octavo.kernels.triton.attention_arguments import (
     UNSPECIALISED,
     arguments,
     block_size_of,
+    num_processors,
     shape_key,
 )
 from octavo.kernels.triton.tuning import parameters
@@ -323,36 +324,41 @@ def prefill_attention(
     batch_invariant: bool = False,
 ) -> None:
     """Fill the rows of `out` (Tq, H, D) and `lse` (H, Tq) of sequences with more than SHORT query rows."""
-    num_rows, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
-    num_long = min(batch, num_rows // (tiles.SHORT + 1))  # sequences with more than SHORT rows, at most
-    if num_long == 0:
-        return
     facts = arguments(
         q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         block_table=block_table, out=out, lse=lse, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,
     )  # fmt: skip
-    launch = _INVARIANT if batch_invariant else _launch(q, k, facts["BLOCK_SIZE"])
-    num_kv_heads, group = facts["NUM_KV_HEADS"], facts["GROUP"]
-    num_tiles = _most_tiles(num_rows * group, num_long, launch["BLOCK_M"])
-    splits = 1 if batch_invariant else _splits(num_tiles * num_kv_heads, max_seqlen_k, launch, q.device)
+    launch(facts, max_seqlen_k, None if batch_invariant else _parameters(q, k, facts["BLOCK_SIZE"]))
+
+
+def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | None) -> None:
+    """Both launches, on the `arguments` of a call; `given` None: batch-invariant."""
+    q, num_kv_heads = facts["q"], facts["NUM_KV_HEADS"]
+    num_rows, num_heads, head_dim = q.shape
+    num_long = _most_long(num_rows, facts["batch"])
+    if num_long == 0:
+        return
+    chosen = given or _INVARIANT
+    num_tiles = _most_tiles(num_rows * facts["GROUP"], num_long, chosen["BLOCK_M"])
+    splits = _splits(num_tiles * num_kv_heads, max_seqlen_k, chosen, q.device) if given else 1
     partial_acc = partial_sums = None
     if splits > 1:
-        shape = (splits, num_rows, q.shape[1])
-        partial_acc = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
+        shape = (splits, num_rows, num_heads)
+        partial_acc = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
         partial_sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
     _prefill[(num_tiles * num_kv_heads * splits,)](
         **facts, partial_acc=partial_acc, partial_sums=partial_sums,
         num_rows=num_rows, num_tiles=num_tiles, num_splits=splits,
-        section=_section(num_kv_heads, max_seqlen_k * q.shape[2] * 2 * k.element_size()),
-        INVARIANT=batch_invariant, SPLIT=splits > 1, **launch,
+        section=_section(num_kv_heads, max_seqlen_k * head_dim * 2 * facts["k"].element_size()),
+        INVARIANT=given is None, SPLIT=splits > 1, **chosen,
     )  # fmt: skip
     if splits > 1:
-        num_tiles = _most_tiles(num_rows * group, num_long, _COMBINED_ROWS)
-        shared = {name: facts[name] for name in _COMBINE_FACTS}
+        num_tiles = _most_tiles(num_rows * facts["GROUP"], num_long, _COMBINED_ROWS)
         _combine[(num_tiles * num_kv_heads,)](
-            **shared, partial_acc=partial_acc, partial_sums=partial_sums,
-            num_rows=num_rows, num_tiles=num_tiles, num_splits=splits, BLOCK_M=_COMBINED_ROWS, num_warps=4,
+            **{name: facts[name] for name in _COMBINE_FACTS}, partial_acc=partial_acc,
+            partial_sums=partial_sums, num_rows=num_rows, num_tiles=num_tiles, num_splits=splits,
+            BLOCK_M=_COMBINED_ROWS, num_warps=4,
         )  # fmt: skip
 
 
@@ -371,14 +377,14 @@ _COMBINE_FACTS = (
 
 def is_split(q: Tensor, k: Tensor, batch: int, max_seqlen_k: int, block_table: Tensor | None) -> bool:
     """Whether there are so few tiles that `prefill_attention` divides their keys."""
-    launch = _launch(q, k, block_size_of(k, block_table))
-    num_long = min(batch, q.shape[0] // (tiles.SHORT + 1))
+    given = _parameters(q, k, block_size_of(k, block_table))
     num_kv_heads = k.shape[-2]
-    num_tiles = _most_tiles(q.shape[0] * q.shape[1] // num_kv_heads, num_long, launch["BLOCK_M"])
-    return _splits(num_tiles * num_kv_heads, max_seqlen_k, launch, q.device) > 1
+    packed = q.shape[0] * q.shape[1] // num_kv_heads
+    num_tiles = _most_tiles(packed, _most_long(q.shape[0], batch), given["BLOCK_M"])
+    return num_tiles > 0 and _splits(num_tiles * num_kv_heads, max_seqlen_k, given, q.device) > 1
 
 
-def _launch(q: Tensor, k: Tensor, block_size: int) -> Mapping[str, int]:
+def _parameters(q: Tensor, k: Tensor, block_size: int) -> Mapping[str, int]:
     key = shape_key(q, k, block_size)
     return parameters("prefill_attention", q.device, key, default_parameters(q, k))
 
@@ -391,6 +397,11 @@ def default_parameters(q: Tensor, k: Tensor) -> Mapping[str, int]:
     if wide:
         return {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
     return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+
+
+def _most_long(num_rows: int, batch: int) -> int:
+    """How many sequences of more than SHORT rows there can be."""
+    return min(batch, num_rows // (tiles.SHORT + 1))
 
 
 def _most_tiles(rows: int, sequences: int, block_m: int) -> int:
@@ -406,20 +417,10 @@ def _section(num_kv_heads: int, bytes_per_head: int) -> int:
     return section
 
 
-def _splits(programs: int, max_seqlen_k: int, launch: Mapping[str, int], device: torch.device) -> int:
+def _splits(programs: int, max_seqlen_k: int, given: Mapping[str, int], device: torch.device) -> int:
     """Among how many programs the keys of a tile are divided, so that they fill the GPU twice over."""
-    most = max_seqlen_k // (_LEAST_TILES * launch["BLOCK_N"])
+    most = max_seqlen_k // (_LEAST_TILES * given["BLOCK_N"])
     return max(1, min(2 * num_processors(device) // programs, most))
 
 
 _LEAST_TILES = 4  # of keys, in a split: fewer are done before the partials are merged
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    """Multiprocessors of the GPU; 1 in the interpreter."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    if device.type == "xpu":
-        return torch.xpu.get_device_properties(device).gpu_subslice_count
-    return 1
