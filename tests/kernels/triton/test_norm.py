@@ -50,7 +50,7 @@ def test_the_residual_is_added_first_and_returned(dtype: torch.dtype) -> None:
 
 
 def test_strides() -> None:
-    """Heads of a fused qkv, rows with gaps, dimensions that no two strides describe; x and residual unlike."""
+    """Heads of a fused qkv, rows with gaps, more dimensions than two strides describe; x unlike residual."""
     weight = draw(16)
     heads = draw(5, 9, 16)[:, 2:6]
     gaps = draw(5, 40)[:, :16]
