@@ -20,18 +20,18 @@ def _triton_room() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["decode", "prefill", "prefill-everywhere", "mixed"])
+@pytest.fixture(params=["decode", "prefill-hopper", "prefill-whole", "prefill-split", "mixed"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which kernels a call runs through: the name of a test's case.
+    """Which kernels a call runs through: gives the name of a test's case, and forces the kernel in it.
 
-    `prefill` has on Hopper a kernel of its own; `prefill-everywhere` is the same case without it.
+    hopper: the kernel of that architecture, where it fits the call. whole, split: the one for every GPU, with
+    the keys of a row in one program, or divided among 7. The other two paths are as they come.
     """
-    if request.param == "prefill-everywhere":
-        without_hopper_kernel(monkeypatch)
-    return str(request.param).removesuffix("-everywhere")
+    from octavo.kernels.triton import attention, prefill  # here: a machine without a GPU may have no Triton
 
-
-def without_hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.kernels.triton import prefill_hopper
-
-    monkeypatch.setattr(prefill_hopper, "supports_hopper", lambda *_, **__: "not in this test")
+    name, _, kind = str(request.param).partition("-")
+    if kind:
+        monkeypatch.setattr(prefill, "_splits", lambda *_: 7 if kind == "split" else 1)
+        if kind != "hopper":
+            monkeypatch.setattr(attention, "_hopper", lambda: "not in this test")
+    return name
