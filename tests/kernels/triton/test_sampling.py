@@ -1,0 +1,141 @@
+"""The sampling kernels against their reference twin: few tokens, small tiles, every way a row can take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import backend, sample
+from octavo.kernels.triton import sampling as triton_sampling
+
+pytestmark = pytest.mark.usefixtures("triton_room")
+
+ROWS = 6
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 groups a tile, and lists so short that most filtered rows are searched as a whole somewhere."""
+    monkeypatch.setattr(triton_sampling, "TILE", 256)
+    monkeypatch.setattr(triton_sampling, "MAX_CANDIDATES", 32)
+    monkeypatch.setitem(triton_sampling._LAUNCH, "columns", 64)
+
+
+def random_logits(size: int, *, dtype: torch.dtype = torch.float32, ties: bool = False) -> Tensor:
+    logits = torch.randn(ROWS, size, generator=torch.Generator().manual_seed(size)) * 3
+    return (logits.round() if ties else logits).to(dtype)
+
+
+def options_of(filters: str, *, seed: int = 0) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    options = {
+        "temperature": torch.tensor([0.0, 1.0, 0.7, 1.0, 2.0, 1e-30]),
+        "seeds": torch.arange(ROWS) + 100 * seed,
+        "positions": torch.arange(ROWS) * 3,
+    }
+    if "k" in filters:
+        options["top_k"] = torch.tensor([5, 5, 0, 2, 50, 700], dtype=torch.int32)
+    if "p" in filters:
+        options["top_p"] = torch.rand(ROWS, generator=rng)
+    if "m" in filters:
+        options["min_p"] = torch.rand(ROWS, generator=rng) * 0.1
+    return options
+
+
+def assert_equals_reference(logits: Tensor, options: dict[str, Tensor]) -> None:
+    ids, logprobs = sample(logits, **options, return_logprobs=True)
+    with backend.use("reference"):
+        right_ids, right_logprobs = sample(logits, **options, return_logprobs=True)
+    assert ids.tolist() == right_ids.tolist()
+    torch.testing.assert_close(logprobs, right_logprobs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("filters", ["", "k", "p", "m", "kp", "mp", "kpm"])
+@pytest.mark.parametrize("size", [1, 111, 700])
+def test_chooses_what_the_reference_does(size: int, filters: str) -> None:
+    assert_equals_reference(random_logits(size), options_of(filters))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("filters", ["", "kpm"])
+def test_sixteen_bit_logits(filters: str, dtype: torch.dtype) -> None:
+    assert_equals_reference(random_logits(700, dtype=dtype), options_of(filters, seed=1))
+
+
+@pytest.mark.parametrize("filters", ["k", "p", "m", "kp"])
+@pytest.mark.parametrize("candidates", [32, 1024], ids=["searched", "listed"])
+def test_of_equal_logits_the_lower_ids_are_kept(
+    filters: str, candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sampling, "MAX_CANDIDATES", candidates)
+    assert_equals_reference(random_logits(600, ties=True), options_of(filters))
+    assert_equals_reference(torch.zeros(ROWS, 300), options_of(filters, seed=1))
+
+
+def test_the_way_a_row_takes_does_not_change_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list, a search of the whole row, other vectors of loads: integer sums agree to the bit."""
+    logits, options = random_logits(600), options_of("kpm")
+    ids, logprobs = sample(logits, **options, return_logprobs=True)
+    monkeypatch.setattr(triton_sampling, "MAX_CANDIDATES", 1024)
+    listed = sample(logits, **options, return_logprobs=True)
+    wide = torch.full((ROWS, 601), 50.0)
+    wide[:, :600] = logits
+    for other in (listed, sample(wide[:, :600], **options, return_logprobs=True)):
+        assert other[0].equal(ids)
+        assert other[1].equal(logprobs)
+
+
+@pytest.mark.parametrize("filters", ["", "kpm"])
+def test_a_row_is_the_same_alone_and_in_a_batch(filters: str) -> None:
+    logits, options = random_logits(300), options_of(filters)
+    together, logprobs = sample(logits, **options, return_logprobs=True)
+    for row in range(ROWS):
+        one = slice(row, row + 1)
+        alone = sample(logits[one], **{name: x[one] for name, x in options.items()}, return_logprobs=True)
+        assert alone[0].equal(together[one])
+        assert alone[1].equal(logprobs[one])
+
+
+@pytest.mark.parametrize("filters", ["", "k", "p", "kpm"])
+def test_masked_and_bad_rows(filters: str) -> None:
+    logits = random_logits(600)
+    logits[1, 3] = float("nan")
+    logits[2, 599] = float("inf")
+    logits[3] = float("-inf")
+    logits[4, 20:] = float("-inf")
+    logits[5, :590] = float("-inf")
+    assert_equals_reference(logits, options_of(filters))
+
+
+@pytest.mark.parametrize("filters", ["", "kp"])
+def test_tokens_come_as_often_as_their_probability_says(filters: str) -> None:
+    probs = torch.tensor([0.05, 0.1, 0.15, 0.2, 0.5])
+    expected = probs if not filters else torch.tensor([0, 0, 15 / 85, 20 / 85, 50 / 85])
+    num = 200
+    filter_options = {"top_k": torch.full((num,), 4, dtype=torch.int32), "top_p": torch.full((num,), 0.75)}
+    ids = sample(
+        probs.log().expand(num, -1),
+        temperature=torch.ones(num),
+        seeds=torch.arange(num),
+        positions=torch.zeros(num, dtype=torch.int64),
+        **(filter_options if filters else {}),
+    )
+    counts = torch.bincount(ids, minlength=5)
+    assert (counts[expected == 0] == 0).all()
+    difference = (counts - num * expected)[expected > 0]
+    assert float((difference**2 / (num * expected[expected > 0])).sum()) < 18.47
+
+
+def test_extremes_stay_in_range() -> None:
+    logits = torch.tensor([[-3e38, 0.0, 3e38], [3e38, 3e38, -3e38]])
+    for temperature in (1e-45, 1e-30, 1.0, 3e38):
+        ids = sample(
+            logits,
+            temperature=torch.full((2,), temperature),
+            top_p=torch.tensor([0.9, 1e-30]),
+            seeds=torch.zeros(2, dtype=torch.int64),
+            positions=torch.zeros(2, dtype=torch.int64),
+        )
+        assert 0 <= ids[0] <= 2
+        assert ids[1] == 0
