@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octavo.bench.kernel_cases import AttentionInputs, Case, Memory, Work, cases, relative_error
-from octavo.bench.peers import DENSE, NotForThis, Peer, usable
+from octavo.bench.peers import DENSE, NotForThis, Peer, dense, usable
 from octavo.bench.report import Row
 from octavo.bench.roofline import Ceilings, Point, measure_ceilings
 from octavo.bench.timing import GpuTime, gpu_time
@@ -76,16 +76,21 @@ def chosen(patterns: Sequence[str], quick: bool) -> list[Case]:
     ]
 
 
+@dataclass
 class Bench:
-    """Ceilings, peers and inputs of one run on one GPU."""
+    """What all rows of one run share. `open` makes one for a GPU."""
 
-    def __init__(self, device: torch.device, peer_names: Sequence[str] | None) -> None:
-        properties = torch.cuda.get_device_properties(device)
-        cache = getattr(properties, "L2_cache_size", 0)
-        self.device = device
-        self.memory = Memory(device, max(_LEAST_COLD_BYTES, int(_COLD * cache)))
-        self.ceilings: Ceilings = measure_ceilings(device)
-        self.peers, self.missing_peers = usable(peer_names)
+    memory: Memory
+    ceilings: Ceilings
+    peers: list[Peer]
+    missing_peers: dict[str, str]
+
+    @classmethod
+    def open(cls, device: torch.device, peer_names: Sequence[str] | None) -> Bench:
+        """Measures the ceilings and finds the peers named (None: all that are installed)."""
+        cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+        memory = Memory(device, max(_LEAST_COLD_BYTES, int(_COLD * cache)))
+        return cls(memory, measure_ceilings(device), *usable(peer_names))
 
     def run(self, every: Iterable[Case]) -> Iterator[Measured]:
         """Measures one case after another; a case that cannot run is a `failure`, never an exception."""
@@ -106,7 +111,6 @@ class Bench:
         with torch.inference_mode():
             work = case.build(self.memory)
             measured = Measured(case, error=work.error())
-            torch.cuda.synchronize()
             if not measured.error <= work.tolerance:
                 measured.failure = (
                     f"wrong by {measured.error:.1e} against the reference ({work.tolerance:.0e} allowed)"
@@ -174,10 +178,8 @@ def _peer_error(peer: Peer, work: Work, calls: list[Callable[[], Any]]) -> float
 
 def _dense_error(inputs: AttentionInputs, result: torch.Tensor) -> float:
     """The last row of the last sequence, which sees every key."""
-    shape = inputs.shape
-    heads, kv_heads, head_dim = shape.heads
-    keys = (inputs.sets, shape.batch, kv_heads, shape.lens_k[0], head_dim)
-    k, v = (x.reshape(-1)[: math.prod(keys)].view(keys)[0, -1].float() for x in (inputs.k, inputs.v))
-    q = inputs.q[0, -1].float().view(kv_heads, heads // kv_heads, head_dim)
-    weights = torch.softmax(q @ k.transpose(1, 2) * head_dim**-0.5, dim=-1)
-    return relative_error(result[-1, :, -1], (weights @ v).view(heads, head_dim))
+    q, k, v = (x[0, -1].float() for x in dense(inputs))
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+    weights = torch.softmax(q[:, -1:] @ k.transpose(1, 2) * q.shape[-1] ** -0.5, dim=-1)
+    return relative_error(result[-1, :, -1], (weights @ v)[:, 0])

@@ -214,7 +214,7 @@ def _flashinfer(inputs: AttentionInputs) -> list[Call]:
     return [functools.partial(call, r) for r in range(inputs.sets)]
 
 
-def _dense(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+def dense(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(sets, B, heads, S, D) of the same sizes, without blocks, for libraries without a paged cache."""
     _bf16(inputs)
     shape = inputs.shape
@@ -232,7 +232,7 @@ def _sdpa(inputs: AttentionInputs, backend: str) -> list[Call]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
-    q, k, v = _dense(inputs)
+    q, k, v = dense(inputs)
     q_len, length = inputs.shape.q_len, inputs.shape.lens_k[0]
     mask: dict[str, Any] = {}
     if q_len > 1:
@@ -264,7 +264,7 @@ def _flex(inputs: AttentionInputs) -> list[Call]:
         raise NotForThis
     if shape.lens_k[0] != 8192:
         raise NotForThis
-    q, k, v = _dense(inputs)
+    q, k, v = dense(inputs)
     options: dict[str, Any] = {"enable_gqa": True}
     if shape.q_len > 1:
         options["block_mask"] = create_block_mask(

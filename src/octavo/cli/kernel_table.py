@@ -43,7 +43,7 @@ def measure(
         )
     started = time.monotonic()
     device = torch.device("cuda", torch.cuda.current_device())
-    bench = Bench(device, peer_names)
+    bench = Bench.open(device, peer_names)
     width = max(len(case.name) for case in chosen)
     print(
         f"{gpu_name()}; " + ", ".join(f"{name} {value:g}" for name, value in bench.ceilings.as_dict().items())
