@@ -137,24 +137,24 @@ def _upload(
     arrays: list[npt.NDArray[np.int64] | npt.NDArray[np.int32]], device: torch.device
 ) -> list[torch.Tensor]:
     """The arrays as tensors on `device`, parts of one buffer that is copied there once."""
-    starts, size = [], 0
+    starts, size = [], 0  # in bytes
     for array in arrays:
+        assert array.flags.c_contiguous
         starts.append(size)
         size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    is_pinned = device.type == "cuda"
     # New for each step: torch keeps pinned memory until the copy from it is done, then gives it out again.
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
-    raw = buffer.numpy()
+    buffer = torch.empty(size // 8, dtype=torch.int64, pin_memory=device.type == "cuda")
+    raw = buffer.numpy().view(np.uint8)
     for array, start in zip(arrays, starts, strict=True):
-        raw[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-    buffer = buffer.to(device, non_blocking=True)
+        raw[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    wide = buffer.to(device, non_blocking=True)
+    bases = {8: wide, 4: wide.view(torch.int32)}
     return [
-        buffer[start : start + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
+        bases[array.itemsize].as_strided(
+            array.shape, [stride // array.itemsize for stride in array.strides], start // array.itemsize
+        )
         for array, start in zip(arrays, starts, strict=True)
     ]
-
-
-_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 
 
 def _new_token_ids(plan: Schedule) -> list[int]:
