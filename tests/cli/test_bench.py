@@ -1,3 +1,7 @@
+import re
+
+import pytest
+
 from octavo.bench.report import read_result
 
 SMALL = ("--num-seqs", "6", "--min-input", "4", "--max-input", "20", "--min-output", "2", "--max-output", "6")
@@ -70,3 +74,94 @@ def test_a_result_that_turns_out_unwritable_is_one_line(octavo, wide):
     assert status == 1
     assert out.startswith("6 requests, ")
     assert err == "octavo: error: /dev/full cannot be written: No space left on device\n"
+
+
+def test_kernels_refuses_a_machine_without_a_gpu_and_says_what_runs(octavo, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, out, err = octavo("bench", "kernels", "--quick")
+    assert (status, out) == (1, "")
+    assert "needs a GPU" in err
+    assert "octavo bench throughput" in err
+    assert "octavo doctor" in err
+
+
+def test_kernels_lists_its_rows_anywhere(octavo):
+    status, out, err = octavo("bench", "kernels", "--list", "--rows", "decode/1x8192/*/16/bf16")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[:2] == ["decode/1x8192/16-8-128/16/bf16", "decode/1x8192/32-8-128/16/bf16"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rows", "decod/*"), "--rows: 'decod/*' matches no row; there are decode/*, prefill/*"),
+        (("--peers", "fa4"), "--peers: unknown library 'fa4', expected all, none or some of fa3, fa2"),
+        (("--json", "/nowhere/x.json"), "--json: there is no folder '/nowhere'; make it first"),
+        (("--plot", "/nowhere/x.png"), "--plot: there is no folder '/nowhere'; make it first"),
+    ],
+)
+def test_kernels_names_a_wrong_option(octavo, arguments, message):
+    status, out, err = octavo("bench", "kernels", *arguments)
+    assert (status, out) == (1, "")
+    assert message in err
+
+
+@pytest.fixture
+def measured_elsewhere(monkeypatch):
+    """`octavo bench kernels` on a GPU that is played by the CPU: two rows, one of them wrong."""
+    import torch
+
+    from octavo.bench import kernels, report, roofline
+    from octavo.bench.kernel_cases import Case, Memory, Work
+    from octavo.bench.timing import GpuTime
+    from octavo.cli import kernel_table
+
+    def work(error):
+        return lambda memory: Work([lambda: None], lambda: error, 1e-2, bytes_moved=20e6, flops=1e6)
+
+    rows = [Case("decode/good", work(0.001), bar=9.0), Case("decode/bad", work(0.5))]
+    ceilings = roofline.Ceilings(4e12, 3e12, 8e14, empty_kernel_us=1.0)
+    bench = kernels.Bench(Memory(torch.device("cpu"), 1), ceilings, [], {"fa3": "no module"})
+    monkeypatch.setattr(kernels, "chosen", lambda patterns, quick: rows[: 2 if quick else 1])
+    monkeypatch.setattr(kernels, "gpu_time", lambda calls: GpuTime(10.0, 9.0, 11.0, True))
+    monkeypatch.setattr(kernels.Bench, "open", classmethod(lambda cls, device, names: bench))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for module in (kernel_table, report):
+        monkeypatch.setattr(module, "gpu_name", lambda: "A GPU, driver 1.2")
+
+
+@pytest.mark.usefixtures("measured_elsewhere")
+def test_kernels_prints_a_line_per_row_and_writes_a_result_file(octavo, tmp_path):
+    path = tmp_path / "kernels.json"
+    status, out, err = octavo("bench", "kernels", "--json", path, "--plot", tmp_path / "roof.png")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("A GPU, driver 1.2; read TB/s 4, copy TB/s 3")
+    assert lines[1] == "not compared with fa3: no module"
+    assert lines[3].split() == ["decode/good", "10", "us", "50%", "20.0%", "bar", "9", "MISSED"]
+    assert re.fullmatch(r"1 rows in \d+ s; 0 of 1 bars met", lines[4])
+    result = read_result(path)
+    assert result["hardware"].startswith("A GPU, driver 1.2; ")
+    assert result["ceilings"]["read TB/s"] == 4.0
+    assert result["failed"] == {}
+    (row,) = result["rows"]
+    assert (row["value"], row["floor"], row["details"]["bar"]) == (10.0, 5.0, 9.0)
+    assert (tmp_path / "roof.png").exists()
+
+
+@pytest.mark.usefixtures("measured_elsewhere")
+def test_a_wrong_kernel_fails_the_command_and_is_named_in_the_file(octavo, tmp_path):
+    path = tmp_path / "kernels.json"
+    status, out, _ = octavo("bench", "kernels", "--quick", "--json", path)
+    assert status == 1
+    assert "FAILED: wrong by 5.0e-01 against the reference" in out
+    assert out.endswith("; 0 of 1 bars met; 1 FAILED\n")
+    assert list(read_result(path)["failed"]) == ["decode/bad"]
+
+
+def test_tune_refuses_a_machine_without_a_gpu(octavo, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, _, err = octavo("bench", "tune")
+    assert status == 1
+    assert "bench tune needs a GPU" in err

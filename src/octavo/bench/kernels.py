@@ -101,10 +101,10 @@ class Bench:
                 measured = Measured(case, failure=_told(error))
                 if isinstance(error, torch.OutOfMemoryError):
                     self.memory.release()
+                    gc.collect()
                 elif _is_dead(error):
                     yield measured
                     return
-            gc.collect()
             yield measured
 
     def _measure(self, case: Case) -> Measured:
