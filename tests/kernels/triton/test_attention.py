@@ -1,0 +1,97 @@
+"""Which kernel does which sequence: every row is written once, by the one that its sequence's length chooses."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers.attention_cases import Case, prepare
+
+from octavo.errors import UnsupportedKernelConfig
+from octavo.kernels import backend, flash_attn_varlen_func
+from octavo.kernels.triton import attention, decode, prefill, tiles
+
+SHORT = tiles.SHORT
+pytestmark = pytest.mark.usefixtures("triton_room")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are called, which then do nothing."""
+    made: list[str] = []
+    monkeypatch.setattr(decode, "decode_attention", lambda *_, **__: made.append("decode"))
+    monkeypatch.setattr(prefill, "prefill_attention", lambda *_, **__: made.append("prefill"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lens", "bound", "kernels"),
+    [
+        ((1,), 1, ["decode"]),
+        ((SHORT,), SHORT, ["decode"]),
+        ((1, SHORT, 0), SHORT, ["decode"]),
+        ((SHORT + 1,), SHORT + 1, ["prefill"]),
+        ((SHORT + 1, 1), SHORT + 1, ["decode", "prefill"]),
+        ((3,), 500, ["decode"]),  # no more rows than that, whatever the bound says
+        ((3, 4), 500, ["decode"]),
+        ((5, 5), 500, ["decode", "prefill"]),  # lengths are not read: one of them might have all ten rows
+        ((), 0, []),
+        ((0, 0), 0, []),
+    ],
+    ids=str,
+)
+def test_kernels_that_a_batch_needs(
+    calls: list[str], lens: tuple[int, ...], bound: int, kernels: list[str]
+) -> None:
+    inputs = prepare(Case(lens, tuple(n + 5 for n in lens), head_dim=16), "cpu")
+    inputs.run(max_seqlen_q=bound)
+    assert calls == kernels
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
+def test_every_row_of_a_mixed_batch_is_written(heads: tuple[int, int], batch_invariant: bool) -> None:
+    case = Case(
+        (1, SHORT, SHORT + 1, 0, 20, 2), (30, 3, 9, 4, 33, 0), heads=heads, head_dim=16, dtype=torch.float32
+    )
+    prepare(case, "cpu").check(batch_invariant=batch_invariant)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ((torch.float64, torch.float64, 64), "no Triton kernel for torch.float64"),
+        ((torch.float32, torch.float64, 64), "no Triton kernel for torch.float64"),
+        ((torch.bfloat16, torch.float8_e5m2, 64), "no Triton kernel for torch.float8_e5m2"),
+        ((torch.bfloat16, torch.bfloat16, 257), "head_dim is over 256"),
+        ((torch.bfloat16, torch.bfloat16, 256), None),
+        ((torch.float16, torch.float8_e4m3fn, 1), None),
+        ((torch.float32, torch.int8, 80), None),
+        ((torch.float32, torch.bfloat16, 64), None),
+    ],
+    ids=str,
+)
+def test_what_is_supported(facts: tuple[Any, ...], reason: str | None) -> None:
+    assert attention.supports(*facts) == reason
+
+
+def test_float64_goes_to_the_reference_unless_triton_is_forced() -> None:
+    inputs = prepare(Case((3,), (9,), head_dim=16), "cpu")
+    wide = {name: inputs.arguments[name].double() for name in "qkv"}
+    with pytest.raises(UnsupportedKernelConfig, match=r"'triton' kernels are forced.*float64"):
+        inputs.run(**wide, out=None)
+    with backend.use("auto"):
+        inputs.run(**wide, out=None)
+
+
+def test_packed_keys_have_no_scales() -> None:
+    inputs = prepare(Case((3,), (9,), head_dim=16, block_size=0), "cpu")
+    out = torch.full_like(inputs.arguments["q"], math.nan)
+    with pytest.raises(Exception, match="k_scale must be None without a block table, got a scale"):
+        flash_attn_varlen_func(**inputs.arguments, out=out, k_scale=2.0)
+    assert out.isnan().all()
+
+
+def test_a_kernel_for_hopper_that_does_not_import_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_hopper", lambda: "prefill_hopper does not import")
+    prepare(Case((SHORT + 1,), (20,), head_dim=16, dtype=torch.float32), "cpu").check()
