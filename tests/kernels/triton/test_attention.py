@@ -1,4 +1,4 @@
-"""Which kernel does which sequence: every row is written once, by the one that its sequence's length chooses."""
+"""Which kernel does which sequence: its own length decides, and every row is written once."""
 
 import math
 from typing import Any
