@@ -37,7 +37,7 @@ from octavo.kernels.triton.tuning import parameters
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: finite, so that it subtracts
-_NOTE: tl.constexpr = tl.constexpr(4)  # what a program notes of the item it is the first to cut
+_PLAN = ("ranks", "least", "tail", "tail_share")
 
 
 @triton.jit
@@ -98,34 +98,43 @@ def _store(
         tl.store(lse + heads.to(tl.int64) * lse_stride + rows, lse_rows, mask=real)
 
 
-@triton.jit(do_not_specialize=(*UNSPECIALISED, "least"), do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=(*UNSPECIALISED, *_PLAN), do_not_specialize_on_alignment=UNALIGNED)
 def _decode(
-    q, k, v, out, lse, piece_acc, piece_sums, notes,
+    q, k, v, out, lse, piece_acc, piece_sums,
     cu_seqlens_q, cu_seqlens_k, block_table, leftpad, alibi_slopes, sinks, k_scale, v_scale,
     q_stride_token, q_stride_head,
     k_stride_block, k_stride_slot, k_stride_head, v_stride_block, v_stride_slot, v_stride_head,
     out_stride_token, out_stride_head, lse_stride, table_stride, slopes_stride,
     k_scale_stride_block, k_scale_stride_slot, k_scale_stride_head,
     v_scale_stride_block, v_scale_stride_slot, v_scale_stride_head,
-    scale, softcap, value_scale, left, right, batch, least,
+    scale, softcap, value_scale, left, right, batch, ranks, least, tail, tail_share,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, SAME_STRIDES: tl.constexpr, PIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    if PDL:
+    if PDL == 2:
+        tl.extra.cuda.gdc_wait()
+    if PDL > 0:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(notes + program * _NOTE, 0)
-    unit, end, per, b, begin = decode_plan.share(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, least,
-        NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
+    program = tl.program_id(0)
+    kv_head = program % NUM_KV_HEADS
+    rank = program // NUM_KV_HEADS
+    large, small, total_units = decode_plan.divide(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least, tail, tail_share,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
+    unit = decode_plan.cut(rank, ranks, large, small)
+    end = tl.minimum(decode_plan.cut(rank + 1, ranks, large, small), total_units)
+    b, begin = decode_plan.sequence_of(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK
+    )
     if K_SCALES == 1:
         scale *= tl.load(k_scale)
     if V_SCALES == 1:
         value_scale *= tl.load(v_scale)
+    head = kv_head.to(tl.int64)
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, BLOCK_N)
@@ -134,8 +143,8 @@ def _decode(
     v_within = offsets.to(tl.int64) * v_stride_slot
 
     while unit < end:
-        q_begin, q_len, k_begin, k_len, first, per_item, row_tiles, units = decode_plan.work(
-            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N
+        q_begin, q_len, k_begin, k_len, first, per_item, units = decode_plan.work(
+            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, BLOCK_N
         )
         if unit >= begin + units:
             begin += units
@@ -144,12 +153,10 @@ def _decode(
             item = (unit - begin) // per_item
             done = (unit - begin) % per_item
             count = tl.minimum(per_item - done, end - unit)
-            kv_head = item // row_tiles
-            r = item % row_tiles * BLOCK_M + local
+            r = item * BLOCK_M + local
             token = r // GROUP
             heads = kv_head * GROUP + r % GROUP
             real = token < q_len
-            head = kv_head.to(tl.int64)
 
             q_rows = (q_begin + token).to(tl.int64) * q_stride_token + heads.to(tl.int64) * q_stride_head
             q_mask = real[:, None] & (dims < HEAD_DIM)[None, :]
@@ -226,7 +233,7 @@ def _decode(
                         v_scale_stride_block, v_scale_stride_slot,
                     )  # fmt: skip
 
-                k_tile = _load(k_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, PIN)
+                k_tile = _load(k_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, PIN == 2)
                 products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
                 s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, v_scales, PLAIN)
                 visible = keys[None, :] < above[:, None]
@@ -245,7 +252,7 @@ def _decode(
                     totals = totals * shrink[:, None] + p / v_scales[None, :]
                 else:
                     totals = totals * shrink[:, None] + p
-                v_tile = _load(v_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, PIN)
+                v_tile = _load(v_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, PIN > 0)
                 acc = tl.dot(p.to(COMPUTE), v_tile, acc * shrink[:, None], input_precision="ieee")
             total = tl.sum(totals, 1)
 
@@ -259,32 +266,44 @@ def _decode(
                 tl.store(piece_sums + at * 2, high, mask=local < ROWS)
                 tl.store(piece_sums + at * 2 + 1, total, mask=local < ROWS)
                 tl.store(piece_acc + at[:, None] * BLOCK_D + dims[None, :], acc, mask=(local < ROWS)[:, None])
-                if done == 0:
-                    tl.store(notes + program * _NOTE, (unit + per_item - 1) // per - program + 1)
-                    tl.store(notes + program * _NOTE + 1, b)
-                    tl.store(notes + program * _NOTE + 2, kv_head)
-                    tl.store(notes + program * _NOTE + 3, item % row_tiles * BLOCK_M)
             unit += count
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=(*UNSPECIALISED, *_PLAN), do_not_specialize_on_alignment=UNALIGNED)
 def _merge_pieces(
-    out, lse, piece_acc, piece_sums, notes, cu_seqlens_q, sinks, v_scale,
-    out_stride_token, out_stride_head, lse_stride, value_scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_SCALES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_R: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+    out, lse, piece_acc, piece_sums, cu_seqlens_q, cu_seqlens_k, leftpad, sinks, v_scale,
+    out_stride_token, out_stride_head, lse_stride, value_scale, left, batch, ranks, least, tail, tail_share,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Merge BLOCK_R rows of the item that a program was the first to cut, if there is one, PIECES at a time."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    """Merge BLOCK_R rows of the item that a rank was the first to cut, if there is one, PIECES at a time."""
+    if PDL == 2:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    count = tl.load(notes + program * _NOTE)
-    if count > 0:
-        b = tl.load(notes + program * _NOTE + 1)
-        kv_head = tl.load(notes + program * _NOTE + 2)
-        first_row = tl.load(notes + program * _NOTE + 3)
-        q_begin = tl.load(cu_seqlens_q + b)
-        q_len = tl.load(cu_seqlens_q + b + 1) - q_begin
+    kv_head = program % NUM_KV_HEADS
+    rank = program // NUM_KV_HEADS
+    large, small, total_units = decode_plan.divide(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least, tail, tail_share,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
+    )  # fmt: skip
+    start = decode_plan.cut(rank, ranks, large, small)
+    end = decode_plan.cut(rank + 1, ranks, large, small)
+    # Its last item, when that goes on after it and did not come from before it.
+    b, begin = decode_plan.sequence_of(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, end - 1,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
+    )  # fmt: skip
+    q_begin, q_len, _, _, _, per_item, _ = decode_plan.work(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, BLOCK_N
+    )
+    item = (end - 1 - begin) // per_item
+    begin += item * per_item
+    if PDL > 0:
+        tl.extra.cuda.gdc_wait()
+    if (end < total_units) & (begin >= start) & (begin + per_item > end):
+        count = decode_plan.rank_of(begin + per_item - 1, ranks, large, small) - rank + 1
         local = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         dims = tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
@@ -293,16 +312,13 @@ def _merge_pieces(
         for first in range(0, count, PIECES):
             piece = first + tl.arange(0, PIECES)
             there = piece < count
-            # An item begins in the second slot of its first program, and goes on in the first of the next.
-            at = (2 * (program + piece) + (piece == 0).to(tl.int32))[:, None] * ROWS + local[None, :]
+            # An item begins in the second slot of its first rank, and goes on in the first of the next.
+            slot = 2 * (program + piece * NUM_KV_HEADS) + (piece == 0).to(tl.int32)
+            at = slot[:, None] * ROWS + local[None, :]
             acc_at = at[:, :, None] * BLOCK_D + dims[None, None, :]
             highs = tl.load(piece_sums + at * 2, mask=there[:, None], other=_NOTHING)
             sums = tl.load(piece_sums + at * 2 + 1, mask=there[:, None], other=0.0)
-            accs = tl.load(
-                piece_acc + at[:, :, None] * BLOCK_D + dims[None, None, :],
-                mask=there[:, None, None],
-                other=0.0,
-            )
+            accs = tl.load(piece_acc + acc_at, mask=there[:, None, None], other=0.0)
             new_high = tl.maximum(high, tl.max(highs, 0))
             shrink = tl.exp2(high - new_high)
             weights = tl.exp2(highs - new_high[None, :])
@@ -312,7 +328,7 @@ def _merge_pieces(
         if V_SCALES == 1:
             value_scale *= tl.load(v_scale)
         _store(
-            acc, high, total, out, lse, sinks, value_scale, first_row + local, kv_head, q_begin, q_len,
+            acc, high, total, out, lse, sinks, value_scale, item * BLOCK_M + local, kv_head, q_begin, q_len,
             out_stride_token, out_stride_head, lse_stride, GROUP, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
 
@@ -353,43 +369,59 @@ def decode_attention(
         decode_invariant(facts, longest, max_seqlen_k, 2 * num_processors(q.device))
         return
     key = f"M{_rows(longest * facts['GROUP'])} {shape_key(q, k, facts['BLOCK_SIZE'])}"
-    launch(facts, longest, parameters("decode_attention", q.device, key, default_parameters(q, k, longest)))
+    given = parameters("decode_attention", q.device, key, default_parameters(q, k, longest))
+    launch(facts, longest, max_seqlen_k, given)
 
 
-def launch(facts: dict[str, Any], longest: int, given: Mapping[str, int]) -> None:
+def launch(facts: dict[str, Any], longest: int, max_seqlen_k: int, given: Mapping[str, int]) -> None:
     """Both launches, on the `arguments` of a call; `longest`: query rows of a sequence, at most."""
     device, batch = facts["q"].device, facts["batch"]
     nvidia = device.type == "cuda" and torch.version.hip is None
     quantised = facts["k"].element_size() == 1
-    rows = min(triton.next_power_of_2(longest * facts["GROUP"]), 64)
-    programs = num_processors(device) * given["PROGRAMS"]
+    packed = longest * facts["GROUP"]
+    rows = min(triton.next_power_of_2(packed), 64)
+    block_m, block_n = max(rows, 16), given["BLOCK_N"]
+    heads = facts["NUM_KV_HEADS"]
+    least = max(1, given["LEAST_KEYS"] // block_n)
+    # The most units that a head can have, by what the caller promised.
+    most = batch * triton.cdiv(packed, block_m) * max(1, triton.cdiv(max_seqlen_k, block_n))
+    ranks = max(1, num_processors(device) * given["PROGRAMS"] // heads)
+    tail = ranks * given["TAIL_RANKS"]
+    if tail and most // given["TAIL"] // tail < 2 * least:
+        tail = 0
+    ranks = min(ranks, triton.cdiv(most, least))
+    programs = (ranks + tail) * heads
     block_b = decode_plan.sequences_at_once(batch)
-    pieces = {
+    pdl = given["PDL"] if nvidia else 0
+    shared = {
         "piece_acc": torch.empty((2 * programs, rows, facts["BLOCK_D"]), dtype=torch.float32, device=device),
         "piece_sums": torch.empty((2 * programs, rows, 2), dtype=torch.float32, device=device),
-        "notes": torch.empty((programs, _NOTE.value), dtype=torch.int32, device=device),
-    }
+        "ranks": ranks, "least": least, "tail": tail, "tail_share": given["TAIL"], "PDL": pdl,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "ROWS": rows,
+        "BLOCK_B": block_b, "ONE_BLOCK": batch <= block_b,
+    }  # fmt: skip
     options = {"maxnreg": given["maxnreg"]} if nvidia and given["maxnreg"] else {}
-    pdl = nvidia and bool(given["PDL"])
+    if pdl == 2:
+        options["launch_pdl"] = True
     _decode[(programs,)](
-        **facts, **pieces, least=max(1, given["LEAST_KEYS"] // given["BLOCK_N"]),
+        **facts, **shared,
         SAME_STRIDES=facts["k"].stride() == facts["v"].stride(),
-        PIN=nvidia and quantised and facts["COMPUTE"] == tl.float16,
-        BLOCK_M=max(rows, 16), BLOCK_N=given["BLOCK_N"], ROWS=rows, BLOCK_B=block_b,
-        ONE_BLOCK=batch <= block_b, PDL=pdl,
+        PIN=given["PIN"] if nvidia and quantised and facts["COMPUTE"] == tl.float16 else 0,
         num_warps=given["num_warps"], num_stages=given["num_stages"], **options,
     )  # fmt: skip
+    block_r = min(rows, given["MERGE_ROWS"])
     options = {"launch_pdl": True} if pdl else {}
-    _merge_pieces[(programs, rows)](
-        **{name: facts[name] for name in _MERGE_FACTS}, **pieces, ROWS=rows, BLOCK_R=1,
-        PIECES=max(1, _MERGED_AT_ONCE // facts["BLOCK_D"]), PDL=pdl, num_warps=4, **options,
+    _merge_pieces[(programs, rows // block_r)](
+        **{name: facts[name] for name in _MERGE_FACTS}, **shared, BLOCK_R=block_r,
+        PIECES=max(1, 32 * given["MERGE_WARPS"] * 32 // (block_r * facts["BLOCK_D"])), num_warps=given["MERGE_WARPS"], **options,
     )  # fmt: skip
 
 
-_MERGED_AT_ONCE = 4096  # numbers of pieces in registers of a program of 128 threads
+_MERGED_AT_ONCE = 8192  # numbers of pieces in the registers of a program of 256 threads
 _MERGE_FACTS = (
-    "out", "lse", "cu_seqlens_q", "sinks", "v_scale", "out_stride_token", "out_stride_head", "lse_stride",
-    "value_scale", "GROUP", "HEAD_DIM", "BLOCK_D", "V_SCALES",
+    "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks", "v_scale", "out_stride_token",
+    "out_stride_head", "lse_stride", "value_scale", "left", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM",
+    "BLOCK_D", "V_SCALES",
 )  # fmt: skip
 
 
@@ -404,7 +436,7 @@ def default_parameters(q: Tensor, k: Tensor, longest: int) -> Mapping[str, int]:
     exact = q.dtype == torch.float32 or k.dtype == torch.float32
     return {
         "BLOCK_N": 32 if wide or large or exact else 64, "num_warps": 4, "num_stages": 2 if exact else 3,
-        "PROGRAMS": 2, "LEAST_KEYS": 128, "maxnreg": 0, "PDL": 0,
+        "PROGRAMS": 2, "LEAST_KEYS": 128, "TAIL": 8, "TAIL_RANKS": 2, "maxnreg": 0, "PDL": 1, "PIN": 0, "MERGE_ROWS": 2, "MERGE_WARPS": 8,
     }  # fmt: skip
 
 

@@ -39,27 +39,33 @@ def _decode_chunks(
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     ROWS: tl.constexpr, ROW_TILES: tl.constexpr, BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    unit, end, _, b, begin = decode_plan.share(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, 1,
-        NUM_KV_HEADS, GROUP, _BLOCK_M, _CHUNK, BLOCK_B, ONE_BLOCK,
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    rank = tl.program_id(0) // NUM_KV_HEADS
+    ranks = tl.num_programs(0) // NUM_KV_HEADS
+    large, small, total_units = decode_plan.divide(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, 1, 0, 1,
+        GROUP, _BLOCK_M, _CHUNK, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
+    unit = decode_plan.cut(rank, ranks, large, small)
+    end = tl.minimum(decode_plan.cut(rank + 1, ranks, large, small), total_units)
+    b, begin = decode_plan.sequence_of(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, _BLOCK_M, _CHUNK, BLOCK_B, ONE_BLOCK
+    )
     dims = tl.arange(0, BLOCK_D)
     if K_SCALES == 1:
         scale *= tl.load(k_scale)
     if V_SCALES == 1:
         value_scale *= tl.load(v_scale)
     while unit < end:
-        q_begin, q_len, k_begin, k_len, item_first, chunks, row_tiles, units = decode_plan.work(
-            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, NUM_KV_HEADS, GROUP, _BLOCK_M, _CHUNK
+        q_begin, q_len, k_begin, k_len, item_first, chunks, units = decode_plan.work(
+            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, _BLOCK_M, _CHUNK
         )
         if unit >= begin + units:
             begin += units
             b += 1
         else:
-            item = (unit - begin) // chunks
+            row_tile = (unit - begin) // chunks
             chunk = (unit - begin) % chunks
-            kv_head = item // row_tiles
-            row_tile = item % row_tiles
             local = tl.arange(0, _BLOCK_M)
             r = row_tile * _BLOCK_M + local
             token = r // GROUP
@@ -140,10 +146,10 @@ def _merge_chunks(
     row_tile = tl.program_id(0) % ROW_TILES
     kv_head = tl.program_id(0) // ROW_TILES % NUM_KV_HEADS
     b = tl.program_id(0) // (ROW_TILES * NUM_KV_HEADS)
-    q_begin, q_len, _, _, _, chunks, row_tiles, units = decode_plan.work(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, NUM_KV_HEADS, GROUP, _BLOCK_M, _CHUNK
+    q_begin, q_len, _, _, _, chunks, units = decode_plan.work(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, _BLOCK_M, _CHUNK
     )
-    if (units > 0) & (chunks > 1) & (row_tile < row_tiles):
+    if (units > 0) & (chunks > 1) & (row_tile * _BLOCK_M < q_len * GROUP):
         local = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         r = row_tile * _BLOCK_M + local
         token = r // GROUP
@@ -182,7 +188,8 @@ def decode_invariant(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int
     partial_sums = torch.empty((slots, rows, 2), dtype=torch.float32, device=device)
     sizes = {"most_chunks": most_chunks, "ROWS": rows, "ROW_TILES": row_tiles}
     block_b = decode_plan.sequences_at_once(batch)
-    _decode_chunks[(programs,)](
+    heads = facts["NUM_KV_HEADS"]
+    _decode_chunks[(max(1, programs // heads) * heads,)](
         **facts, **sizes, partial_acc=partial_acc, partial_sums=partial_sums,
         BLOCK_B=block_b, ONE_BLOCK=batch <= block_b, num_warps=4, num_stages=3,
     )  # fmt: skip

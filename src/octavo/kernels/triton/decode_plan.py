@@ -1,14 +1,18 @@
 """Who does what in decode attention: a fixed number of programs divide ragged work among themselves.
 
-The work is counted in *units*: a stretch of UNIT keys, at absolute positions, of one *item* (a sequence, a KV
-head and BLOCK_M query rows). Units are laid end to end, and each program takes an equal range of them::
+Each KV head has the same number of programs, its *ranks*, and the programs of one rank do the same stretch of
+keys at the same time, each its head: together they read whole tokens. What a head has to do is counted in
+*units*: UNIT keys, at absolute positions, of one *item* (a sequence and BLOCK_M query rows). The units of all
+items lie end to end, and each rank takes a range of them::
 
-      sequence 0, head 0      head 1                  sequence 1, head 0  head 1
-    | . . . . . . . . . . . | . . . . . . . . . . . | . . . . . . . . . | . . . . . . .
-    '------ program 0 ------------' '------ program 1 -----------' '--- program 2 ---
+      item 0                    item 1              item 2                      item 3
+    | . . . . . . . . . . . . | . . . . . . . . . | . . . . . . . . . . . . . | . . . .
+    '----- rank 0 -----''------ rank 1 ----''------ rank 2 ----''- 3 -''- 4 -''- 5 -'
 
-so that all are busy equally long whatever the lengths are, and no length is read by the host. A program's
-range cuts at most two items, its first and its last; what lies between is its own.
+The first ranks, as many as run side by side, take equal ranges that make up most of the work. The rest is cut
+finer, for whoever is done first: multiprocessors are not equally near to memory. No length is read by the host.
+
+A range cuts at most two items, its first and its last; what lies between is its own.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -24,12 +28,12 @@ _SHORT: tl.constexpr = tl.constexpr(tiles.SHORT)
 @triton.jit
 def work(
     cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Sequence b, or a vector of them: where it is, the first key it sees, and its units.
 
-    Returns (q_begin, q_len, k_begin, k_len, first, units of an item, row tiles, units). A sequence whose rows
-    see no key has one unit per item: somebody has to write its zeros. One that is not decode's has none.
+    Returns (q_begin, q_len, k_begin, k_len, first, units of an item, units). A sequence whose rows see no key
+    has one unit per item: somebody has to write its zeros. One that is not decode's has none.
     """
     there = b < batch
     q_begin = tl.load(cu_seqlens_q + b, mask=there, other=0)
@@ -42,69 +46,95 @@ def work(
     if leftpad is not None:
         first = tl.maximum(first, tl.load(leftpad + b, mask=there, other=0))
     per_item = tl.maximum((k_len + UNIT - 1) // UNIT - first // UNIT, 1)
-    row_tiles = (q_len * GROUP + BLOCK_M - 1) // BLOCK_M
-    units = tl.where((q_len > 0) & (q_len <= _SHORT), per_item * row_tiles * NUM_KV_HEADS, 0)
-    return q_begin, q_len, k_begin, k_len, first, per_item, row_tiles, units
+    items = (q_len * GROUP + BLOCK_M - 1) // BLOCK_M
+    units = tl.where((q_len > 0) & (q_len <= _SHORT), per_item * items, 0)
+    return q_begin, q_len, k_begin, k_len, first, per_item, units
 
 
 @triton.jit
-def _units(
-    cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
+def all_units(
+    cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, start,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    _, _, _, _, _, _, _, units = work(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, NUM_KV_HEADS, GROUP, BLOCK_M, UNIT
-    )
+    """The units of the BLOCK_B sequences from `start` on."""
+    b = start + tl.arange(0, BLOCK_B)
+    _, _, _, _, _, _, units = work(cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, UNIT)
     return units
 
 
 @triton.jit
-def share(
-    cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, least,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
+def divide(
+    cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least, tail, tail_share,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This program's units [unit, end), everybody's `per`, and the sequence of `unit` with its first unit.
+    """How the units of a head are cut: (large, small, total), see `cut` and `rank_of`.
 
-    `per` is at least `least`: cutting finer costs more in merging than it gains. BLOCK_B sequences are looked
-    at in one go; ONE_BLOCK says that these are all.
+    `ranks` take `large` units each, `tail` more ranks share what these leave, one part in `tail_share` of the
+    total, `small` units each. No range is under `least` units: cutting finer costs more in merging than it gains.
     """
-    b = tl.arange(0, BLOCK_B)
     total = 0
     if ONE_BLOCK:
-        units = _units(
-            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, NUM_KV_HEADS, GROUP, BLOCK_M, UNIT
+        total = tl.sum(
+            all_units(cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, 0, GROUP, BLOCK_M, UNIT, BLOCK_B), 0
         )
-        total = tl.sum(units, 0)
     else:
         for start in range(0, batch, BLOCK_B):
-            units = _units(
-                cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, start + b,
-                NUM_KV_HEADS, GROUP, BLOCK_M, UNIT,
-            )  # fmt: skip
-            total += tl.sum(units, 0)
-    programs = tl.num_programs(0)
-    per = tl.maximum((total + programs - 1) // programs, least)
-    unit = tl.program_id(0) * per
-    end = tl.minimum(unit + per, total)
+            total += tl.sum(
+                all_units(
+                    cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, start, GROUP, BLOCK_M, UNIT, BLOCK_B
+                ),
+                0,
+            )
+    large = (total + ranks - 1) // ranks
+    small = least
+    if tail > 0:
+        left_over = total // tail_share
+        in_tail = (left_over + tail - 1) // tail
+        if in_tail >= 2 * least:
+            large = (total - left_over + ranks - 1) // ranks
+            small = in_tail
+    return tl.maximum(large, least), small, total
+
+
+@triton.jit
+def cut(rank, ranks, large, small):
+    """The first unit of a rank; the next rank's is where it ends."""
+    return tl.minimum(rank, ranks) * large + tl.maximum(rank - ranks, 0) * small
+
+
+@triton.jit
+def rank_of(unit, ranks, large, small):
+    """The rank that does a unit."""
+    in_tail = ranks + (unit - ranks * large) // small
+    return tl.where(unit < ranks * large, unit // large, in_tail)
+
+
+@triton.jit
+def sequence_of(
+    cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sequence that a unit is of, and the first unit of that sequence."""
     sequence = 0
     begin = 0
     if ONE_BLOCK:
+        units = all_units(cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, 0, GROUP, BLOCK_M, UNIT, BLOCK_B)
         before = tl.cumsum(units, 0) <= unit
         sequence = tl.sum(before.to(tl.int32), 0)
         begin = tl.sum(tl.where(before, units, 0), 0)
     else:
         so_far = 0
         for start in range(0, batch, BLOCK_B):
-            units = _units(
-                cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, start + b,
-                NUM_KV_HEADS, GROUP, BLOCK_M, UNIT,
-            )  # fmt: skip
-            before = (so_far + tl.cumsum(units, 0) <= unit) & (start + b < batch)
+            units = all_units(
+                cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, start, GROUP, BLOCK_M, UNIT, BLOCK_B
+            )
+            before = so_far + tl.cumsum(units, 0) <= unit
             sequence += tl.sum(before.to(tl.int32), 0)
             begin += tl.sum(tl.where(before, units, 0), 0)
             so_far += tl.sum(units, 0)
-    return unit, end, per, sequence, begin
+    return sequence, begin
 
 
 def sequences_at_once(batch: int) -> int:
