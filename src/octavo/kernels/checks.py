@@ -121,13 +121,13 @@ def caches(
             first = "num_blocks, block_size" if paged else "batch, capacity"
             expected = f"of shape ({first}, num_kv_heads, head_dim)"
             raise wrong(function, name, expected, f"shape {tuple(cache.shape)}")
-        if cache.dtype in QUANTISED_CACHES:
+        if cache.dtype in FLOATS or cache.dtype in QUANTISED_CACHES:
             _usable(function, name, cache, device)
         elif cache.dtype in _QUANTISED:
             way_out = "Quantised caches are torch.float8_e4m3fn or torch.int8."
             raise unsupported(function, f"{name}.dtype", cache.dtype, way_out)
         else:
-            floats(function, name, cache, device)
+            floats(function, name, cache, device)  # raises
     same(function, v_name, v_cache, k_name, k_cache)
     if paged:
         size = k_cache.shape[1]

@@ -57,6 +57,7 @@ def write_kv_cache(
     """
     name = "write_kv_cache"
     device = k.device
+    checks.tensor(name, "k", k, "T, num_kv_heads, head_dim")
     slot_mapping = check_write(name, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     kernel = backend.select(name, "cpu" if k.is_cpu else device.type, k.dtype, k_cache.dtype)
     if k_scale is None and v_scale is None:
@@ -75,9 +76,8 @@ def check_write(
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
 ) -> Tensor:
-    """The checks of a call that writes into the caches; returns the slots as int64."""
+    """The checks of a call that writes into the caches, but for k alone; returns the slots as int64."""
     device = k.device
-    checks.tensor(name, "k", k, "T, num_kv_heads, head_dim")
     checks.tensor(name, "v", v, "T, num_kv_heads, head_dim", device)
     checks.caches(name, "k_cache", k_cache, "v_cache", v_cache, device)
     checks.scales(name, k_scale, v_scale, k_cache)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.kernels.triton import tuning
 from octavo.kernels.triton.kv_write import alignment
+from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -35,14 +36,13 @@ def supports(x_dtype: torch.dtype) -> str | None:
     return None if x_dtype in _DTYPES else f"no Triton kernel for {x_dtype}"
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """`silu(gate) * up` of `x = [gate | up]`."""
+def silu_and_mul(x: Tensor, *, parameters: Parameters | None = None) -> Tensor:
+    """`silu(gate) * up` of `x = [gate | up]`; `parameters` take the place of those of this GPU's table."""
     num_rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    key = f"I{width} {x.element_size()} bytes"
-    launch = tuning.parameters("silu_and_mul", x.device, key, default_parameters(width))
+    launch = parameters or tuning.parameters("silu_and_mul", x.device, *launch_class(x))
     chunks = triton.cdiv(width, launch["BLOCK_I"])
     _silu_and_mul[num_rows * chunks,](
         x, out, x.stride(0), WIDTH=width, CHUNKS=chunks, ALIGN=alignment(x), **launch
@@ -50,7 +50,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-def default_parameters(width: int) -> dict[str, int]:
-    """Launch parameters that are right on any GPU: 16 bytes a thread, of each half, at once."""
+def launch_class(x: Tensor) -> tuple[str, Parameters]:
+    """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
+    width = x.shape[1] // 2
     block = min(1024, triton.next_power_of_2(width))
-    return {"BLOCK_I": block, "num_warps": max(1, block // 256)}
+    return f"I{width} {x.element_size()} bytes", {"BLOCK_I": block, "num_warps": max(1, block // 256)}

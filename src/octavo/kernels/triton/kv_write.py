@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton import quantization, tuning
+from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn, torch.int8)
@@ -94,15 +95,17 @@ def write_kv_cache(
     *,
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
+    parameters: Parameters | None = None,
 ) -> None:
-    """Slot s of the caches becomes token t of `k` and `v` where `slot_mapping[t] = s >= 0`."""
+    """Slot s of the caches becomes token t of `k` and `v` where `slot_mapping[t] = s >= 0`.
+
+    `parameters` take the place of those of this GPU's table.
+    """
     num_tokens, num_heads, head_dim = k.shape
     num_rows = num_tokens * num_heads
     if num_rows == 0 or head_dim == 0 or k_cache.numel() == 0:
         return
-    few = num_rows <= _FEW_ROWS
-    key = f"{'few' if few else 'many'} D{head_dim} {k.element_size()} to {k_cache.element_size()} bytes"
-    launch = tuning.parameters("write_kv_cache", k.device, key, default_parameters(head_dim, few))
+    launch = parameters or tuning.parameters("write_kv_cache", k.device, *launch_class(k, k_cache))
     block_rows = launch["BLOCK_ROWS"]
     cache, forms = cache_arguments(k_cache, v_cache, k_scale, v_scale)
     _write[triton.cdiv(num_rows, block_rows),](
@@ -113,10 +116,13 @@ def write_kv_cache(
     )  # fmt: skip
 
 
-def default_parameters(head_dim: int, few: bool) -> dict[str, int]:
-    """Launch parameters that are right on any GPU."""
+def launch_class(k: Tensor, k_cache: Tensor) -> tuple[str, Parameters]:
+    """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
+    num_tokens, num_heads, head_dim = k.shape
+    few = num_tokens * num_heads <= _FEW_ROWS
+    key = f"{'few' if few else 'many'} D{head_dim} {k.element_size()} to {k_cache.element_size()} bytes"
     rows = 32 if head_dim <= 64 else 16
-    return {"BLOCK_ROWS": rows // 2 if few else rows, "num_warps": 2 if few else 4}
+    return key, {"BLOCK_ROWS": rows // 2 if few else rows, "num_warps": 2 if few else 4}
 
 
 def cache_arguments(

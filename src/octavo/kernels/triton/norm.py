@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.kernels.triton import tuning
 from octavo.kernels.triton.kv_write import alignment
+from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -58,8 +59,18 @@ def supports(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
     return None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`(out, new_residual)`; the sum is rounded to the dtype of `x` before it is normalised."""
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    *,
+    parameters: Parameters | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`(out, new_residual)`; the sum is rounded to the dtype of `x` before it is normalised.
+
+    `parameters` take the place of those of this GPU's table.
+    """
     depth = x.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     new_residual = None if residual is None else torch.empty_like(out)
@@ -71,8 +82,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
         x, added = x.reshape(1, -1, depth), added.reshape(1, -1, depth)
         inner = x.shape[1]
     num_rows = x.shape[0] * inner
-    key = f"D{depth} {x.element_size()} bytes{'' if residual is None else ' residual'}"
-    launch = tuning.parameters("rms_norm", x.device, key, default_parameters(depth))
+    launch = parameters or tuning.parameters("rms_norm", x.device, *launch_class(x, residual))
     _norm[triton.cdiv(num_rows, launch["BLOCK_ROWS"]),](
         x, weight, out, added, new_residual, float(eps),
         num_rows, inner, *x.stride()[:2], *added.stride()[:2],
@@ -94,7 +104,9 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
     return x, x.shape[1]
 
 
-def default_parameters(depth: int) -> dict[str, int]:
-    """Launch parameters that are right on any GPU: 16 bytes a thread, a few times."""
+def launch_class(x: Tensor, residual: Tensor | None) -> tuple[str, Parameters]:
+    """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
+    depth = x.shape[-1]
     block = triton.next_power_of_2(depth)
-    return {"BLOCK_ROWS": max(1, 1024 // block), "num_warps": min(16, max(2, block // 512))}
+    key = f"D{depth} {x.element_size()} bytes{'' if residual is None else ' residual'}"
+    return key, {"BLOCK_ROWS": max(1, 1024 // block), "num_warps": min(16, max(2, block // 512))}

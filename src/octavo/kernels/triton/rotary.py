@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.triton import tuning
 from octavo.kernels.triton.kv_write import alignment
+from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FEW_ROWS = 1 << 14  # up to so many (token, head) rows the launch is what takes time, not the bytes
@@ -130,16 +131,25 @@ def supports(q_dtype: torch.dtype) -> str | None:
     return None if q_dtype in _DTYPES else f"no Triton kernel for {q_dtype}"
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, interleaved: bool) -> None:
-    """Turn the first `rotary_dim` channels of every head of `q` and `k`, in place."""
-    num_tokens, num_heads, head_dim = q.shape
+def apply_rotary(
+    q: Tensor,
+    k: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    *,
+    parameters: Parameters | None = None,
+) -> None:
+    """Turn the first `rotary_dim` channels of every head of `q` and `k`, in place.
+
+    `parameters` take the place of those of this GPU's table.
+    """
+    num_tokens, num_heads = q.shape[:2]
     num_kv_heads = k.shape[1]
     num_positions, rotary_dim = cos_sin_cache.shape
     if num_tokens == 0 or num_heads + num_kv_heads == 0 or rotary_dim == 0:
         return
-    few = num_tokens * (num_heads + num_kv_heads) <= _FEW_ROWS
-    key = f"{'few' if few else 'many'} H{num_heads}/{num_kv_heads} D{head_dim} {q.element_size()} bytes"
-    launch = tuning.parameters("apply_rotary", q.device, key, default_parameters(few))
+    launch = parameters or tuning.parameters("apply_rotary", q.device, *launch_class(q, k))
     block_h = launch["BLOCK_H"]
     groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     _rotate[triton.cdiv(num_tokens, launch["BLOCK_T"]) * groups,](
@@ -152,6 +162,9 @@ def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor,
     )  # fmt: skip
 
 
-def default_parameters(few: bool) -> dict[str, int]:
-    """Launch parameters that are right on any GPU."""
-    return {"BLOCK_H": 2 if few else 8, "BLOCK_T": 4, "num_warps": 1}
+def launch_class(q: Tensor, k: Tensor) -> tuple[str, Parameters]:
+    """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
+    num_tokens, num_heads, head_dim = q.shape
+    few = num_tokens * (num_heads + k.shape[1]) <= _FEW_ROWS
+    key = f"{'few' if few else 'many'} H{num_heads}/{k.shape[1]} D{head_dim} {q.element_size()} bytes"
+    return key, {"BLOCK_H": 2 if few else 8, "BLOCK_T": 4, "num_warps": 1}

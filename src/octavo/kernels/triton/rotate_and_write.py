@@ -17,6 +17,7 @@ from octavo.kernels.triton import kv_write, quantization, tuning
 from octavo.kernels.triton.kv_write import place_of
 from octavo.kernels.triton.quantization import store
 from octavo.kernels.triton.rotary import join_pairs, load_angles, load_pairs, load_rest, turn
+from octavo.kernels.triton.tuning import Parameters
 
 _FEW_ROWS = 1 << 14  # up to so many (token, head) rows the launch is what takes time, not the bytes
 _VARYING = [
@@ -210,18 +211,19 @@ def rotate_and_write_kv_cache(
     interleaved: bool = False,
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
+    parameters: Parameters | None = None,
 ) -> Tensor:
-    """The turned `q`, a new contiguous tensor; the turned `k`, and `v`, are in their slots of the caches."""
+    """The turned `q`, a new contiguous tensor; the turned `k`, and `v`, are in their slots of the caches.
+
+    `parameters` take the place of those of this GPU's table.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     half = cos_sin_cache.shape[1] // 2
     q_out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    few = num_tokens * (num_heads + 2 * num_kv_heads) <= _FEW_ROWS
-    key = (
-        f"{'few' if few else 'many'} H{num_heads}/{num_kv_heads} D{head_dim} "
-        f"{q.element_size()} to {k_cache.element_size()} bytes"
+    launch = parameters or tuning.parameters(
+        "rotate_and_write_kv_cache", q.device, *launch_class(q, k, k_cache)
     )
-    launch = tuning.parameters("rotate_and_write_kv_cache", q.device, key, default_parameters(few))
     groups = triton.cdiv(num_heads, launch["BLOCK_H"]) + triton.cdiv(num_kv_heads, launch["BLOCK_KVH"])
     programs = triton.cdiv(num_tokens, launch["BLOCK_T"]) * groups
     if programs == 0:
@@ -240,8 +242,14 @@ def rotate_and_write_kv_cache(
     return q_out
 
 
-def default_parameters(few: bool) -> dict[str, int]:
-    """Launch parameters that are right on any GPU."""
+def launch_class(q: Tensor, k: Tensor, k_cache: Tensor) -> tuple[str, Parameters]:
+    """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
+    num_tokens, num_heads, head_dim = q.shape
+    few = num_tokens * (num_heads + 2 * k.shape[1]) <= _FEW_ROWS
+    key = (
+        f"{'few' if few else 'many'} H{num_heads}/{k.shape[1]} D{head_dim} "
+        f"{q.element_size()} to {k_cache.element_size()} bytes"
+    )
     if few:
-        return {"BLOCK_H": 2, "BLOCK_KVH": 1, "BLOCK_T": 4, "num_warps": 1}
-    return {"BLOCK_H": 4, "BLOCK_KVH": 2, "BLOCK_T": 4, "num_warps": 1}
+        return key, {"BLOCK_H": 2, "BLOCK_KVH": 1, "BLOCK_T": 4, "num_warps": 1}
+    return key, {"BLOCK_H": 4, "BLOCK_KVH": 2, "BLOCK_T": 4, "num_warps": 1}
