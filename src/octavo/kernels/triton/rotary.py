@@ -86,7 +86,8 @@ def join_pairs(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_positions", "table_row", "q_token", "q_head", "k_token", "k_head"]
+    do_not_specialize=["num_tokens", "num_positions", "table_row", "q_token", "q_head", "k_token", "k_head"],
+    do_not_specialize_on_alignment=["positions"],
 )
 def _rotate(
     q, k, table, positions, num_tokens, num_positions, table_row, q_token, q_head, k_token, k_head,

@@ -148,7 +148,7 @@ def _keys_and_values(
     store(v_cache, v_to, values, mask & (dims < HEAD_DIM), v_factor, FORM)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotate_and_write(
     q, k, v, q_out, table, positions, q_weight, k_weight, eps,
     num_tokens, num_positions, table_row, q_token, q_head, k_token, k_head, v_token, v_head, slot_mapping,
