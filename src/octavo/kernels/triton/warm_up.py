@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from octavo.kernels.triton.monitor import Made
 
 _SHORT = 8  # longest query that the decode kernels take; tiles.py has it, too, but loads Triton
+_SHORT_LENGTHS = ((1,), (2,), (3, 4), (5, 6, 7, 8))  # each compiles kernels of its own
 _THREADS = 8  # compile at once; the compiler lets go of Python's lock for most of its work
 
 
@@ -150,6 +151,7 @@ def _around_powers(largest: int) -> list[int]:
 
 
 def _run_all(jobs: Iterator[Callable[[], object]], device: torch.device) -> None:
+    # All threads launch on one stream, so that memory which one of them gives back is not written too early.
     def run(job: Callable[[], object]) -> None:
         with torch.accelerator.device_index(device.index), torch.inference_mode():
             job()
@@ -163,7 +165,8 @@ def _jobs(model: _Model) -> Iterator[Callable[[], object]]:
     """Independent pieces of work, the slowest to compile first."""
     for window in model.window_sizes:
         yield functools.partial(_prefill, model, window)
-        yield functools.partial(_decode, model, window)
+        for lengths in _SHORT_LENGTHS:
+            yield functools.partial(_decode, model, window, lengths)
     if model.vocab_size is not None:
         yield functools.partial(_sample, model, with_filters=True)
         yield functools.partial(_sample, model, with_filters=False)
@@ -202,17 +205,15 @@ def _attend(model: _Model, window: tuple[int, int], lens_q: list[int], bound_q: 
     )
 
 
-def _decode(model: _Model, window: tuple[int, int]) -> None:
-    batches = _around_powers(model.max_num_seqs)
-    for batch in batches:
-        bounds = _around_powers(model.max_model_len)
-        for bound_k in bounds if batch in (1, 2, 16) else (*bounds[::7], model.max_model_len):
-            _attend(model, window, [1] * batch, 1, bound_k)
-    for length in range(2, _SHORT + 1):
-        for batch in batches:
+def _decode(model: _Model, window: tuple[int, int], lengths: tuple[int, ...]) -> None:
+    bounds = _around_powers(model.max_model_len)
+    for batch in _around_powers(model.max_num_seqs):
+        for length in lengths:
             if batch - 1 + length <= model.max_num_batched_tokens:
-                for bound_k in (length, max(length, 1024), max(length, model.max_model_len)):
-                    _attend(model, window, [length, *[1] * (batch - 1)], length, bound_k)
+                every = length == 1 and batch in (1, 2, 16)
+                for bound_k in bounds if every else (*bounds[::7], model.max_model_len):
+                    lens_q = [length, *[1] * (batch - 1)]
+                    _attend(model, window, lens_q, length, max(length, bound_k))
 
 
 def _prefill(model: _Model, window: tuple[int, int]) -> None:
