@@ -112,7 +112,7 @@ def test_masked_and_bad_rows(filters: str) -> None:
 def test_tokens_come_as_often_as_their_probability_says(filters: str) -> None:
     probs = torch.tensor([0.05, 0.1, 0.15, 0.2, 0.5])
     expected = probs if not filters else torch.tensor([0, 0, 15 / 85, 20 / 85, 50 / 85])
-    num = 200
+    num = 100
     filter_options = {"top_k": torch.full((num,), 4, dtype=torch.int32), "top_p": torch.full((num,), 0.75)}
     ids = sample(
         probs.log().expand(num, -1),

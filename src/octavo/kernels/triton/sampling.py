@@ -29,7 +29,7 @@ TILE = 8192
 GROUP = 64
 # Longest list of candidates; a row with more goes to `_search`. Packed counts need 11 bits.
 MAX_CANDIDATES = 1024
-_LAUNCH = {"choose_warps": 8, "at_once": 64, "search_warps": 16, "columns": 2048}
+_LAUNCH = {"choose_warps": 8, "at_once": 64, "search_warps": 16, "columns": 2048, "choose_registers": None}
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -307,49 +307,67 @@ def _logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GR
 
 
 @triton.jit
-def _lowest_candidate(maxima, highest, likely, total, top_k, top_p, min_p):
-    """Key that no token outside the filters' reach has: at least all that are kept have it or a larger one.
+def _lowest_candidate(maxima, highest, likely, mass, total, scale, top_k, top_p, min_p):
+    """A key that every token which the filters keep reaches, as high as the group summaries can prove.
 
-    Of the k largest tokens each reaches the k-th largest group maximum. Where only top_p cuts, the group
-    maxima from the key upward have enough mass by themselves. A key below all where neither proves anything.
+    The k largest tokens reach the k-th largest group maximum. Where only top_p cuts, the tokens below a key
+    must be too few for its rest: at most the whole mass of the groups whose maximum is below it, and of every
+    other group the mass beside its maximum or 63 tokens as likely as the key. With min_p alone each token
+    tells for itself whether it is kept.
     """
     keys = _key(maxima)
     live = maxima > -float("inf")
-    peaks = (likely * _ONE).to(tl.int64)
-    target = tl.zeros((), tl.int64)
-    if (top_k == 0) & (min_p <= 0):
-        target = _scaled_up(top_p, total)
     low = tl.min(tl.where(live, keys, 2147483647)).to(tl.int64)
     high = _key(highest).to(tl.int64) + 1
-    is_enough = (tl.sum(live.to(tl.int32)) >= top_k) & (tl.sum(peaks) >= target)
-    if ((top_k == 0) & (target == 0)) | (is_enough == 0):
-        low = tl.zeros((), tl.int64) + _LOWEST
-        high = low + 1
-    enough = tl.where(top_k > 0, top_k + top_k // 4 + 8, 64)
-    while high - low > 1:
-        middle = _halfway(low, high)
-        reaches = live & (keys >= middle.to(tl.int32))
-        count = tl.sum(reaches.to(tl.int32))
-        reached = tl.sum(tl.where(reaches, peaks, 0))
-        if (count >= top_k) & (reached >= target):
-            low = middle
-            if count <= enough:
-                high = low + 1
-        else:
-            high = middle
+    if top_k > 0:
+        if tl.sum(live.to(tl.int32)) < top_k:
+            low = high - high + _LOWEST
+        enough = top_k + top_k // 4 + 8
+        while (high - low > 1) & (low > _LOWEST):
+            middle = _halfway(low, high)
+            count = tl.sum((live & (keys >= middle.to(tl.int32))).to(tl.int32))
+            if count >= top_k:
+                low = middle
+                if count <= enough:
+                    high = low + 1
+            else:
+                high = middle
+    elif min_p > 0:
+        low = high - high + _LOWEST
+    else:
+        rest = total - _scaled_up(top_p, total)
+        beside = tl.maximum(mass - (likely * _ONE).to(tl.int64), 0)
+        if tl.sum(tl.minimum(beside, 63 * _mass_of(low.to(tl.int32), highest, scale))) > rest:
+            low = high - high + _LOWEST
+        inside = 1 << 20
+        above = 0
+        while (high - low > 1) & (low > _LOWEST) & (inside > 8 + above // 4):
+            middle = _halfway(low, high)
+            reaches = keys >= middle.to(tl.int32)
+            most = 63 * _mass_of(middle.to(tl.int32), highest, scale)
+            missing = tl.sum(tl.where(reaches, tl.minimum(beside, most), mass))
+            count = tl.sum(reaches.to(tl.int32))
+            if missing <= rest:
+                low = middle
+                inside = count - above
+            else:
+                inside -= count - above
+                high = middle
+                above = count
     return low.to(tl.int32)
 
 
 @triton.jit
 def _gather(
-    source, maxima, likely, lowest, min_p, highest, scale, vocab_size, own_groups, own_logits, own_ids,
+    source, own_max, num_groups, lowest, min_p, highest, scale, vocab_size, own_groups, own_logits, own_ids,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, VEC: tl.constexpr, ALL_GROUPS: tl.constexpr,
     CANDIDATES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates' logits and ids, in no order that matters; returns how many there are."""
     groups = tl.arange(0, ALL_GROUPS)
-    live = maxima > -float("inf")
-    live = live & (_key(maxima) >= lowest) & (likely >= min_p)
+    # Read again, not handed down: registers are what keeps programs from running side by side.
+    maxima = tl.load(own_max + groups, mask=groups < num_groups, other=-float("inf"))
+    live = (maxima > -float("inf")) & (_key(maxima) >= lowest) & (_weight(maxima, highest, scale) >= min_p)
     live_order = tl.cumsum(live.to(tl.int32), axis=0)
     num_live = tl.sum(live.to(tl.int32))
     tl.store(own_groups + live_order - 1, groups, mask=live)
@@ -446,8 +464,8 @@ def _choose(
     temperature = tl.load(temperatures + row)
     groups = tl.arange(0, ALL_GROUPS)
     here = groups < num_groups
-    place = row.to(tl.int64) * num_groups + groups
-    maxima = tl.load(group_max + place, mask=here, other=-float("inf"))
+    own_max = group_max + row.to(tl.int64) * num_groups
+    maxima = tl.load(own_max + groups, mask=here, other=-float("inf"))
     highest = tl.max(maxima)
     token = tl.full((), -1, tl.int32)
     if (highest < float("inf")) & (highest > -float("inf")):
@@ -457,7 +475,7 @@ def _choose(
         else:
             scale = _scale(temperature)
             top_k, top_p, min_p = _row_options(row, top_ks, top_ps, min_ps, vocab_size)
-            units = tl.load(group_sum + place, mask=here, other=0)
+            units = tl.load(group_sum + row.to(tl.int64) * num_groups + groups, mask=here, other=0)
             likely = _weight(maxima, highest, scale)
             mass = _row_mass(units, likely)
             total = tl.sum(mass)
@@ -472,12 +490,12 @@ def _choose(
                 fraction = rest.to(tl.float64) / own.to(tl.float64)
                 token = _draw_in_tile(source, tile, fraction, scale, vocab_size, ROWS, GROUPS, VEC)
             else:
-                lowest = _lowest_candidate(maxima, highest, likely, total, top_k, top_p, min_p)
+                lowest = _lowest_candidate(maxima, highest, likely, mass, total, scale, top_k, top_p, min_p)
                 own_logits = candidate_logits + row.to(tl.int64) * CANDIDATES
                 own_ids = candidate_ids + row.to(tl.int64) * CANDIDATES
                 own_groups = live_groups + row.to(tl.int64) * num_groups
                 num_found = _gather(
-                    source, maxima, likely, lowest, min_p, highest, scale, vocab_size,
+                    source, own_max, num_groups, lowest, min_p, highest, scale, vocab_size,
                     own_groups, own_logits, own_ids, ROWS, GROUPS, VEC, ALL_GROUPS, CANDIDATES, AT_ONCE,
                 )  # fmt: skip
                 token = _OPEN
@@ -690,7 +708,7 @@ def sample(
         logits, temperature, top_k, top_p, min_p, seeds, positions, group_max, group_sum, raw_sum,
         live_groups, candidate_logits, candidate_ids, ids, logprobs, logits.stride(0), vocab_size, num_tiles,
         **shape, ALL_GROUPS=all_groups, CANDIDATES=MAX_CANDIDATES, AT_ONCE=_LAUNCH["at_once"],
-        num_warps=_LAUNCH["choose_warps"],
+        num_warps=_LAUNCH["choose_warps"], maxnreg=_LAUNCH["choose_registers"],
     )  # fmt: skip
     if top_k is not None or top_p is not None or min_p is not None:
         _search[(num_rows,)](
