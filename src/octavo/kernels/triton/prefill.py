@@ -100,7 +100,8 @@ def _absorb_tiles(
             )
         s = tiles.scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales, PLAIN)
         if MASKED:
-            s = tl.where(tiles.visible(positions, keys, first, last, left, right), s, float("-inf"))
+            mask = tiles.visible(positions, keys, first, last, left, right)
+            s = tl.where(mask, s, float("-inf"))
         p, acc, high, total = tiles.absorb(s, acc, high, total, scale, v_scales, PLAIN, MASKED)
         v_tile = tiles.load_tile(
             v, block, slot, seen, v_stride_block, v_stride_slot, MASKED, HEAD_DIM, BLOCK_D, COMPUTE
@@ -178,11 +179,14 @@ def _prefill(
         if right is not None:
             last = tl.minimum(last, top + right + 1)
             open_last = tl.minimum(last, tl.maximum(low + right + 1, 0))
-        begin = first // BLOCK_N
-        end = tl.where(last > first, (last + BLOCK_N - 1) // BLOCK_N, begin)
-        open_begin = (open_first + BLOCK_N - 1) // BLOCK_N
-        num_open = tl.maximum(open_last // BLOCK_N - open_begin, 0)
-        open_begin = tl.where(num_open > 0, open_begin, begin)
+        from_tile = first // BLOCK_N
+        to_tile = tl.where(last > first, (last + BLOCK_N - 1) // BLOCK_N, from_tile)
+        if SPLIT:
+            num_all = to_tile - from_tile
+            to_tile = from_tile + num_all * (split + 1) // num_splits
+            from_tile += num_all * split // num_splits
+        open_from = tl.minimum(tl.maximum((open_first + BLOCK_N - 1) // BLOCK_N, from_tile), to_tile)
+        open_to = tl.minimum(tl.maximum(open_last // BLOCK_N, open_from), to_tile)
 
         dims = tl.arange(0, BLOCK_D)
         q_mask = in_sequence[:, None] & (dims < HEAD_DIM)[None, :]
@@ -222,34 +226,27 @@ def _prefill(
         high = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if INVARIANT:
-            for chunk in range(begin * BLOCK_N // _CHUNK, (end * BLOCK_N + _CHUNK - 1) // _CHUNK):
+            PER_CHUNK: tl.constexpr = _CHUNK // BLOCK_N
+            for chunk in range(from_tile // PER_CHUNK, (to_tile + PER_CHUNK - 1) // PER_CHUNK):
                 chunk_acc, chunk_high, chunk_total = _absorb_tiles(
                     q_tile, tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
                     tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
-                    tl.maximum(begin, chunk * (_CHUNK // BLOCK_N)),
-                    tl.minimum(end, (chunk + 1) * (_CHUNK // BLOCK_N)), 0, 0, keys_of, rows_of,
-                    table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
+                    tl.maximum(from_tile, chunk * PER_CHUNK), tl.minimum(to_tile, (chunk + 1) * PER_CHUNK),
+                    0, 0, keys_of, rows_of, table_row, k_scale_head, v_scale_head,
+                    left, right, softcap, slopes,
                     True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
                 )  # fmt: skip
                 acc, high, total = tiles.merge(acc, high, total, chunk_acc, chunk_high, chunk_total)
         else:
-            # Order of the tiles: the open ones, then those left of them, then those right of them.
-            num_masked = end - begin - num_open
-            from_tile = 0
-            to_tile = num_open + num_masked
-            if SPLIT:
-                from_tile = (num_open + num_masked) * split // num_splits
-                to_tile = (num_open + num_masked) * (split + 1) // num_splits
             acc, high, total = _absorb_tiles(
-                q_tile, acc, high, total, open_begin + tl.minimum(from_tile, num_open),
-                open_begin + tl.minimum(to_tile, num_open), 0, 0, keys_of, rows_of,
+                q_tile, acc, high, total, open_from, open_to, 0, 0, keys_of, rows_of,
                 table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
                 False, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
             )  # fmt: skip
+            num_open = open_to - open_from
             acc, high, total = _absorb_tiles(
-                q_tile, acc, high, total, begin + tl.maximum(from_tile - num_open, 0),
-                begin + tl.maximum(to_tile - num_open, 0), open_begin, num_open, keys_of, rows_of,
-                table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
+                q_tile, acc, high, total, from_tile, to_tile - num_open, open_from, num_open,
+                keys_of, rows_of, table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
                 True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
             )  # fmt: skip
 
