@@ -125,6 +125,7 @@ def measured_elsewhere(monkeypatch):
     monkeypatch.setattr(kernels, "chosen", lambda patterns, quick: rows[: 2 if quick else 1])
     monkeypatch.setattr(kernels, "gpu_time", lambda calls: GpuTime(10.0, 9.0, 11.0, True))
     monkeypatch.setattr(kernels.Bench, "open", classmethod(lambda cls, device, names: bench))
+    monkeypatch.setattr(kernels.Bench, "compile", lambda self, cases: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for module in (kernel_table, report):

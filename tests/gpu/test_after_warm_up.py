@@ -1,4 +1,4 @@
-"""After warm-up nothing compiles, and a captured step serves other lengths; `octavo doctor` checks that, too."""
+"""After warm-up nothing compiles, and a captured step serves other lengths. `octavo doctor` checks it, too."""
 
 import torch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,7 @@ class Case:
     unit: str = "us"
     bar: float | None = None  # what the project promises: at most so many us, at least so many TFLOP/s
     quick: bool = False
+    small: bool = True  # its inputs are well below a few GB even on their own
 
     @property
     def family(self) -> str:
@@ -66,17 +68,25 @@ class Memory:
         self.device = device
         self.cold_bytes = cold_bytes
         self._pools: dict[torch.dtype, Tensor] = {}
+        self._growing = threading.Lock()
+
+    def hot(self) -> Memory:
+        """The same numbers for one set of inputs: to compile, not to measure."""
+        other = Memory(self.device, cold_bytes=0)
+        other._pools, other._growing = self._pools, self._growing
+        return other
 
     def values(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
         """A view of standard normal values, the same ones for every caller. For what is only read."""
         count = math.prod(shape)
-        pool = self._pools.get(dtype)
-        if pool is None or pool.numel() < count:
-            self._pools.pop(dtype, None)
-            pool = self._pools[dtype] = torch.empty(count, dtype=dtype, device=self.device)
-            for part in torch.split(pool, 1 << 28):
-                drawn = torch.randn(part.shape, device=self.device, dtype=BF16)
-                part.copy_(drawn.mul_(32).clamp_(-127, 127) if dtype == INT8 else drawn)
+        with self._growing:
+            pool = self._pools.get(dtype)
+            if pool is None or pool.numel() < count:
+                self._pools.pop(dtype, None)
+                pool = self._pools[dtype] = torch.empty(count, dtype=dtype, device=self.device)
+                for part in torch.split(pool, 1 << 28):
+                    drawn = torch.randn(part.shape, device=self.device, dtype=BF16)
+                    part.copy_(drawn.mul_(32).clamp_(-127, 127) if dtype == INT8 else drawn)
         return pool[:count].view(shape)
 
     def drawn(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +93,24 @@ class Bench:
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
         memory = Memory(device, max(_LEAST_COLD_BYTES, int(_COLD * cache)))
         return cls(memory, measure_ceilings(device), *usable(peer_names))
+
+    def compile(self, every: Iterable[Case]) -> None:
+        """Launch each case once, several at a time: compiling is what takes the time in a first run.
+
+        What fails here fails again, and is told, when it is measured.
+        """
+
+        def launch(case: Case) -> None:
+            with (
+                contextlib.suppress(Exception),
+                torch.cuda.device(self.memory.device),
+                torch.inference_mode(),
+            ):
+                case.build(self.memory.hot()).calls[0]()
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(launch, [case for case in every if case.small]))
+        torch.cuda.synchronize(self.memory.device)
 
     def run(self, every: Iterable[Case]) -> Iterator[Measured]:
         """Measures one case after another; a case that cannot run is a `failure`, never an exception."""

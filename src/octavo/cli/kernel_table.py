@@ -50,6 +50,7 @@ def measure(
     )
     for name, reason in bench.missing_peers.items():
         print(f"not compared with {name}: {reason}")
+    bench.compile(chosen)
     print(f"{'':{width}}  {'Octavo':>9}  {'of bound':>8}  {'spread':>6}")
     measured = []
     for row in bench.run(chosen):
