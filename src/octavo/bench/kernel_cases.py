@@ -315,10 +315,10 @@ class WriteInputs:
 def write_inputs(
     num_tokens: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, memory: Memory
 ) -> WriteInputs:
-    """New tokens with random slots in a cache of a million tokens (less where memory is small)."""
+    """New tokens with random slots in a cache of 262,144 tokens, far larger than any L2 cache."""
     num_heads, kv_heads, head_dim = heads
     sets = memory.sets(num_tokens * (num_heads + 2 * kv_heads) * head_dim * 2)
-    num_slots = 1 << 20
+    num_slots = 1 << 18
     caches = torch.zeros(
         (2, num_slots // block_size, block_size, kv_heads, head_dim), device=memory.device, dtype=dtype
     )
