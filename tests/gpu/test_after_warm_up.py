@@ -1,4 +1,4 @@
-"""After warm-up nothing compiles, and a captured step serves other lengths; `octavo doctor` asks this, too."""
+"""After warm-up nothing compiles, and a captured step serves other lengths. `octavo doctor` asks it, too."""
 
 import torch
 
