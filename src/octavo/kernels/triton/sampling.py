@@ -24,6 +24,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.triton.sampling_parts import (
+    LOG2E,
+    LOWEST,
+    MASS,
+    ONE,
+    OPEN,
+    TALLY,
+    draw_from_list,
+    halfway,
+    key,
+    kth_key,
+    mass_key,
+    mass_of,
+    point,
+    row_mass,
+    row_options,
+    scale,
+    scaled_up,
+    weight,
+    without_late_ties,
+)
+from octavo.kernels.triton.sampling_search import search
+
 # Logits of a tile. Part of the arithmetic (groups are made of its rows), not a tuning parameter.
 TILE = 8192
 GROUP = 64
@@ -31,81 +54,16 @@ GROUP = 64
 MAX_CANDIDATES = 1024
 _LAUNCH = {"choose_warps": 8, "at_once": 64, "search_warps": 16, "columns": 2048, "choose_registers": None}
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
-# Fixed point of probabilities relative to the largest. A list's sum stays below 2^51, a row's below 2^62.
-_ONE = tl.constexpr(2.0**39)
-_FROM_UNITS = tl.constexpr(2.0**17)  # of `_group_mass`
-_COUNT = tl.constexpr(51)
-_TALLY = tl.constexpr(1 << 51)
-_MASS = tl.constexpr((1 << 51) - 1)
-_LOWEST = tl.constexpr(-(2**31))
-# In `ids` between the launches: left to `_search`.
-_OPEN = tl.constexpr(-2)
-
-# splitmix64, as in `reference/sampling.py`
-_GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
-_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
-_MIX_2 = tl.constexpr(0x94D049BB133111EB - 2**64)
-
-
-@triton.jit
-def _mix(x):
-    # Logical shifts: int64 shifts arithmetically.
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-@triton.jit
-def _uniform(seed, position):
-    """A float64 in [0, 1)."""
-    state = _mix(seed + _GAMMA) + (position + 1) * _GAMMA
-    bits = (_mix(state) >> 11) & 0x1FFFFFFFFFFFFF
-    return bits.to(tl.float64) * (2.0**-53)
-
-
-@triton.jit
-def _key(x):
-    """int32 in the order of the floats; -0.0 and 0.0 are one."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _mass_of(key, highest, scale):
-    """Mass of a token whose logit has this key."""
-    x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return (_weight(x, highest, scale) * _ONE).to(tl.int64)
-
-
-@triton.jit
-def _scale(temperature):
-    """log2(e) / temperature, kept where products with logit differences stay in range."""
-    return tl.minimum(tl.maximum((1.0 / temperature) * _LOG2E, 1e-37), 3e38)
-
-
-@triton.jit
-def _weight(x, highest, scale):
-    """Probability of x relative to that of `highest`; 0 for x = -inf, and where highest is -inf."""
-    return tl.exp2((x - tl.maximum(highest, -3e38)) * scale)
-
 
 @triton.jit
 def _group_mass(x, highest, scale):
     """Sum of a group's weights in units of 2^-22, an int32: the same in any order."""
     # The sum of a weight and 2 has that unit; its bits less those of 2.0 are the weight in it.
-    units = (_weight(x, highest[None, :, None], scale) + 2.0).to(tl.int32, bitcast=True) - 0x40000000
+    units = (weight(x, highest[None, :, None], scale) + 2.0).to(tl.int32, bitcast=True) - 0x40000000
     return tl.sum(tl.sum(units, axis=2), axis=0)
 
 
-@triton.jit
-def _row_mass(units, likely):
-    """Mass of groups whose largest token has weight `likely`."""
-    return (units.to(tl.float32) * (likely * _FROM_UNITS)).to(tl.int64)
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["temperatures"])
 def _summarise(
     logits,
     temperatures,
@@ -134,118 +92,9 @@ def _summarise(
     out = (row.to(tl.int64) * num_tiles + tile) * GROUPS + tl.arange(0, GROUPS)
     tl.store(group_max + out, highest)
     if temperature > 0:
-        tl.store(group_sum + out, _group_mass(x, highest, _scale(temperature)))
+        tl.store(group_sum + out, _group_mass(x, highest, scale(temperature)))
     if raw_sum is not None:
-        tl.store(raw_sum + out, _group_mass(x, highest, _LOG2E))
-
-
-@triton.jit
-def _row_options(row, top_ks, top_ps, min_ps, vocab_size):
-    """(top_k, top_p, min_p) of a row; top_k is 0 and top_p 1 where they cut nothing."""
-    top_k = tl.zeros((), tl.int32)
-    if top_ks is not None:
-        top_k = tl.load(top_ks + row)
-        top_k = tl.where((top_k < 0) | (top_k >= vocab_size), 0, top_k)
-    top_p = tl.full((), 1.0, tl.float32)
-    if top_ps is not None:
-        top_p = tl.load(top_ps + row)
-    min_p = tl.zeros((), tl.float32)
-    if min_ps is not None:
-        min_p = tl.load(min_ps + row)
-    return top_k, top_p, min_p
-
-
-@triton.jit
-def _scaled_up(fraction, total):
-    """ceil(fraction * total), at least 1, at most total."""
-    share = tl.ceil(fraction.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-    return tl.minimum(tl.maximum(share, 1), total)
-
-
-@triton.jit
-def _point(row, seeds, positions, total):
-    """The row's random number scaled to 0 .. total - 1."""
-    uniform = _uniform(tl.load(seeds + row), tl.load(positions + row))
-    point = (uniform * total.to(tl.float64)).to(tl.int64)
-    return tl.minimum(point, total - 1)
-
-
-@triton.jit
-def _halfway(low, high):
-    return (low + high) >> 1
-
-
-@triton.jit
-def _kth_key(keys, valid, k, low, high):
-    """Smallest key among the k largest valid ones; low and high bracket it: low <= it < high."""
-    while high - low > 1:
-        middle = _halfway(low, high)
-        count = tl.sum((valid & (keys >= middle.to(tl.int32))).to(tl.int32))
-        if count >= k:
-            low = middle
-        else:
-            high = middle
-        if count == k:
-            high = low + 1
-    return tl.min(tl.where(valid & (keys >= low.to(tl.int32)), keys, 2147483647))
-
-
-@triton.jit
-def _mass_key(keys, packed, target, low, high):
-    """Largest key such that the keys from it upward have a mass of at least target."""
-    inside = 2
-    above = tl.zeros((), tl.int64)
-    below = tl.sum(packed)
-    while (high - low > 1) & (inside > 1):
-        middle = _halfway(low, high)
-        found = tl.sum(tl.where(keys >= middle.to(tl.int32), packed, 0))
-        if (found & _MASS) >= target:
-            low = middle
-            below = found
-        else:
-            high = middle
-            above = found
-        inside = ((below >> _COUNT) - (above >> _COUNT)).to(tl.int32)
-    return tl.max(tl.where((packed > 0) & (keys < high.to(tl.int32)), keys, _LOWEST))
-
-
-@triton.jit
-def _without_late_ties(keys, ids, kept, key, num_ties, vocab_size):
-    """The kept tokens above `key`, and of those equal to it the num_ties with the lowest ids."""
-    ties = kept & (keys == key)
-    bound = vocab_size
-    if tl.sum(ties.to(tl.int32)) > num_ties:
-        low = -1
-        high = vocab_size - 1
-        while high - low > 1:
-            middle = _halfway(low, high)
-            if tl.sum((ties & (ids <= middle)).to(tl.int32)) >= num_ties:
-                high = middle
-            else:
-                low = middle
-        bound = high
-    return kept & ((keys > key) | ((keys == key) & (ids <= bound)))
-
-
-@triton.jit
-def _draw_from_list(ids, packed, point, vocab_size):
-    """The first id at which the running mass, in id order, exceeds point."""
-    low = -1
-    high = vocab_size - 1
-    inside = 2
-    before = tl.zeros((), tl.int64)
-    through = tl.sum(packed)
-    while (high - low > 1) & (inside > 1):
-        middle = _halfway(low, high)
-        found = tl.sum(tl.where(ids <= middle, packed, 0))
-        if (found & _MASS) > point:
-            high = middle
-            through = found
-        else:
-            low = middle
-            before = found
-        inside = ((through >> _COUNT) - (before >> _COUNT)).to(tl.int32)
-    return tl.max(tl.where((packed > 0) & (ids <= high), ids, -1))
+        tl.store(raw_sum + out, _group_mass(x, highest, LOG2E))
 
 
 @triton.jit
@@ -271,39 +120,15 @@ def _draw_in_tile(
     ids = first + runs[:, None] * (GROUPS * VEC) + lanes[None, :]
     x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf"))
     highest = tl.max(x).to(tl.float32)
-    run_mass = tl.sum((_weight(x.to(tl.float32), highest, scale) * _ONE).to(tl.int64), axis=1)
+    run_mass = tl.sum((weight(x.to(tl.float32), highest, scale) * ONE).to(tl.int64), axis=1)
     total = tl.sum(run_mass)
     point = tl.minimum((fraction * total.to(tl.float64)).to(tl.int64), total - 1)
     run = tl.sum((tl.cumsum(run_mass, axis=0) <= point).to(tl.int32))
     point -= tl.sum(tl.where(runs < run, run_mass, 0))
     first += run * (GROUPS * VEC)
     x = tl.load(source + first + lanes, mask=first + lanes < vocab_size, other=-float("inf"))
-    ends = tl.cumsum((_weight(x.to(tl.float32), highest, scale) * _ONE).to(tl.int64), axis=0)
+    ends = tl.cumsum((weight(x.to(tl.float32), highest, scale) * ONE).to(tl.int64), axis=0)
     return first + tl.sum((ends <= point).to(tl.int32))
-
-
-@triton.jit
-def _summary(row, group_max, group_sum, scale, num_groups, ALL_GROUPS: tl.constexpr):
-    """(group maxima, their highest, mass of each group); a bad row's masses are not to be used."""
-    groups = tl.arange(0, ALL_GROUPS)
-    here = groups < num_groups
-    place = row.to(tl.int64) * num_groups + groups
-    maxima = tl.load(group_max + place, mask=here, other=-float("inf"))
-    highest = tl.max(maxima)
-    units = tl.load(group_sum + place, mask=here, other=0)
-    return maxima, highest, _row_mass(units, _weight(maxima, highest, scale))
-
-
-@triton.jit
-def _logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS: tl.constexpr):
-    groups = tl.arange(0, ALL_GROUPS)
-    here = groups < num_groups
-    place = row.to(tl.int64) * num_groups + groups
-    maxima = tl.load(group_max + place, mask=here, other=-float("inf"))
-    units = tl.load(raw_sum + place, mask=here, other=0)
-    total = tl.sum(_row_mass(units, _weight(maxima, highest, _LOG2E)))
-    x = tl.load(source + token).to(tl.float32)
-    return (x - highest) - tl.log2(total.to(tl.float32) / _ONE) * _LN2
 
 
 @triton.jit
@@ -315,16 +140,16 @@ def _lowest_candidate(maxima, highest, likely, mass, total, scale, top_k, top_p,
     other group the mass beside its maximum or 63 tokens as likely as the key. With min_p alone each token
     tells for itself whether it is kept.
     """
-    keys = _key(maxima)
+    keys = key(maxima)
     live = maxima > -float("inf")
     low = tl.min(tl.where(live, keys, 2147483647)).to(tl.int64)
-    high = _key(highest).to(tl.int64) + 1
+    high = key(highest).to(tl.int64) + 1
     if top_k > 0:
         if tl.sum(live.to(tl.int32)) < top_k:
-            low = high - high + _LOWEST
+            low = high - high + LOWEST
         enough = top_k + top_k // 4 + 8
-        while (high - low > 1) & (low > _LOWEST):
-            middle = _halfway(low, high)
+        while (high - low > 1) & (low > LOWEST):
+            middle = halfway(low, high)
             count = tl.sum((live & (keys >= middle.to(tl.int32))).to(tl.int32))
             if count >= top_k:
                 low = middle
@@ -333,18 +158,18 @@ def _lowest_candidate(maxima, highest, likely, mass, total, scale, top_k, top_p,
             else:
                 high = middle
     elif min_p > 0:
-        low = high - high + _LOWEST
+        low = high - high + LOWEST
     else:
-        rest = total - _scaled_up(top_p, total)
-        beside = tl.maximum(mass - (likely * _ONE).to(tl.int64), 0)
-        if tl.sum(tl.minimum(beside, 63 * _mass_of(low.to(tl.int32), highest, scale))) > rest:
-            low = high - high + _LOWEST
+        rest = total - scaled_up(top_p, total)
+        beside = tl.maximum(mass - (likely * ONE).to(tl.int64), 0)
+        if tl.sum(tl.minimum(beside, 63 * mass_of(low.to(tl.int32), highest, scale))) > rest:
+            low = high - high + LOWEST
         inside = 1 << 20
         above = 0
-        while (high - low > 1) & (low > _LOWEST) & (inside > 8 + above // 4):
-            middle = _halfway(low, high)
+        while (high - low > 1) & (low > LOWEST) & (inside > 8 + above // 4):
+            middle = halfway(low, high)
             reaches = keys >= middle.to(tl.int32)
-            most = 63 * _mass_of(middle.to(tl.int32), highest, scale)
+            most = 63 * mass_of(middle.to(tl.int32), highest, scale)
             missing = tl.sum(tl.where(reaches, tl.minimum(beside, most), mass))
             count = tl.sum(reaches.to(tl.int32))
             if missing <= rest:
@@ -367,7 +192,7 @@ def _gather(
     groups = tl.arange(0, ALL_GROUPS)
     # Read again, not handed down: registers are what keeps programs from running side by side.
     maxima = tl.load(own_max + groups, mask=groups < num_groups, other=-float("inf"))
-    live = (maxima > -float("inf")) & (_key(maxima) >= lowest) & (_weight(maxima, highest, scale) >= min_p)
+    live = (maxima > -float("inf")) & (key(maxima) >= lowest) & (weight(maxima, highest, scale) >= min_p)
     live_order = tl.cumsum(live.to(tl.int32), axis=0)
     num_live = tl.sum(live.to(tl.int32))
     tl.store(own_groups + live_order - 1, groups, mask=live)
@@ -382,7 +207,7 @@ def _gather(
         ids = ids + tl.arange(0, VEC)[None, None, :]
         inside = (ids < vocab_size) & (lanes < num_live)[:, None, None]
         x = tl.load(source + ids, mask=inside, other=-float("inf")).to(tl.float32)
-        kept = (x > -float("inf")) & (_key(x) >= lowest) & (_weight(x, highest, scale) >= min_p)
+        kept = (x > -float("inf")) & (key(x) >= lowest) & (weight(x, highest, scale) >= min_p)
         flags = tl.reshape(kept, (AT_ONCE * ROWS * VEC,))
         order = num_found + tl.cumsum(flags.to(tl.int32), axis=0) - 1
         fits = flags & (order < CANDIDATES)
@@ -403,35 +228,35 @@ def _choose_from_list(
     kept = lanes < num_found
     x = tl.load(own_logits + lanes, mask=kept, other=-float("inf"))
     ids = tl.load(own_ids + lanes, mask=kept, other=0)
-    keys = _key(x)
-    packed = (_weight(x, highest, scale) * _ONE).to(tl.int64) + _TALLY
+    keys = key(x)
+    packed = (weight(x, highest, scale) * ONE).to(tl.int64) + TALLY
     low = tl.min(tl.where(kept, keys, 2147483647)).to(tl.int64)
-    high = _key(highest).to(tl.int64) + 1
+    high = key(highest).to(tl.int64) + 1
     if (top_k > 0) & (num_found > top_k):
-        key = _kth_key(keys, kept, top_k, low, high)
+        key = kth_key(keys, kept, top_k, low, high)
         num_ties = top_k - tl.sum((kept & (keys > key)).to(tl.int32))
-        kept = _without_late_ties(keys, ids, kept, key, num_ties, vocab_size)
+        kept = without_late_ties(keys, ids, kept, key, num_ties, vocab_size)
         low = key.to(tl.int64)
     packed = tl.where(kept, packed, 0)
-    mass_here = tl.sum(packed) & _MASS
+    mass_here = tl.sum(packed) & MASS
     if top_p < 1:
         if (top_k > 0) | (min_p > 0):
             total = mass_here
-        target = tl.minimum(_scaled_up(top_p, total), mass_here)
-        key = _mass_key(keys, packed, target, low, high)
-        above = tl.sum(tl.where(keys > key, packed, 0)) & _MASS
+        target = tl.minimum(scaled_up(top_p, total), mass_here)
+        key = mass_key(keys, packed, target, low, high)
+        above = tl.sum(tl.where(keys > key, packed, 0)) & MASS
         ties = keys == key
         # Never 0: the target is not reached above the key.
-        each = tl.max(tl.where(kept & ties, packed, 0)) & _MASS
+        each = tl.max(tl.where(kept & ties, packed, 0)) & MASS
         num_ties = ((target - above + each - 1) // each).to(tl.int32)
-        kept = _without_late_ties(keys, ids, kept, key, num_ties, vocab_size)
+        kept = without_late_ties(keys, ids, kept, key, num_ties, vocab_size)
         packed = tl.where(kept, packed, 0)
-        mass_here = tl.sum(packed) & _MASS
-    point = _point(row, seeds, positions, mass_here)
-    return _draw_from_list(ids, packed, point, vocab_size)
+        mass_here = tl.sum(packed) & MASS
+    point = point(row, seeds, positions, mass_here)
+    return draw_from_list(ids, packed, point, vocab_size)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=_OPTIONS)
 def _choose(
     logits,
     temperatures,
@@ -473,15 +298,15 @@ def _choose(
             tile = tl.min(tl.where(maxima == highest, groups // GROUPS, num_tiles))
             token = _first_in_tile(source, tile, highest, vocab_size, ROWS, GROUPS, VEC)
         else:
-            scale = _scale(temperature)
-            top_k, top_p, min_p = _row_options(row, top_ks, top_ps, min_ps, vocab_size)
+            scale = scale(temperature)
+            top_k, top_p, min_p = row_options(row, top_ks, top_ps, min_ps, vocab_size)
             units = tl.load(group_sum + row.to(tl.int64) * num_groups + groups, mask=here, other=0)
-            likely = _weight(maxima, highest, scale)
-            mass = _row_mass(units, likely)
+            likely = weight(maxima, highest, scale)
+            mass = row_mass(units, likely)
             total = tl.sum(mass)
             if (top_k == 0) & (top_p >= 1) & (min_p <= 0):
                 tile_mass = tl.sum(tl.reshape(mass, (ALL_GROUPS // GROUPS, GROUPS)), axis=1)
-                point = _point(row, seeds, positions, total)
+                point = point(row, seeds, positions, total)
                 ends = tl.cumsum(tile_mass, axis=0)
                 tile = tl.sum((ends <= point).to(tl.int32))
                 tiles = tl.arange(0, ALL_GROUPS // GROUPS)
@@ -498,7 +323,7 @@ def _choose(
                     source, own_max, num_groups, lowest, min_p, highest, scale, vocab_size,
                     own_groups, own_logits, own_ids, ROWS, GROUPS, VEC, ALL_GROUPS, CANDIDATES, AT_ONCE,
                 )  # fmt: skip
-                token = _OPEN
+                token = OPEN
                 if num_found <= CANDIDATES:
                     token = _choose_from_list(
                         own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p,
@@ -508,160 +333,8 @@ def _choose(
     if out_logprobs is not None:
         logprob = float("nan")
         if token >= 0:
-            logprob = _logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS)
+            logprob = logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS)
         tl.store(out_logprobs + row, logprob)
-
-
-@triton.jit
-def _chunk(source, start, vocab_size, highest, scale, min_p, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """(ids, keys, mass) of DEPTH x COLUMNS logits from `start`; tokens that cannot be drawn have mass 0."""
-    ids = start + tl.arange(0, DEPTH)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    likely = _weight(x, highest, scale)
-    mass = tl.where(likely >= min_p, likely * _ONE, 0.0).to(tl.int64)
-    keys = tl.where((x > -float("inf")) & (likely >= min_p), _key(x), _LOWEST)
-    return ids, keys, mass
-
-
-@triton.jit
-def _reaching(source, key, vocab_size, highest, scale, min_p, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """(number, mass) of the row's tokens whose key is at least `key`."""
-    counts = tl.zeros((COLUMNS,), tl.int32)
-    masses = tl.zeros((COLUMNS,), tl.int64)
-    start = 0
-    while start < vocab_size:
-        _, keys, mass = _chunk(source, start, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
-        reaches = (keys >= key) & (keys > _LOWEST)
-        counts += tl.sum(reaches.to(tl.int32), axis=0)
-        masses += tl.sum(tl.where(reaches, mass, 0), axis=0)
-        start += COLUMNS * DEPTH
-    return tl.sum(counts), tl.sum(masses)
-
-
-@triton.jit
-def _tie_bound(
-    source, key, num_ties, vocab_size, highest, scale, min_p, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
-):
-    """The id of the row's num_ties-th token whose key is `key`."""
-    bound = vocab_size - 1
-    seen = 0
-    start = 0
-    while (start < vocab_size) & (seen < num_ties):
-        ids, keys, _ = _chunk(source, start, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
-        ties = tl.reshape((keys == key).to(tl.int32), (COLUMNS * DEPTH,))
-        here = tl.sum(ties)
-        if seen + here >= num_ties:
-            order = tl.cumsum(ties, axis=0)
-            flat = tl.reshape(ids, (COLUMNS * DEPTH,))
-            bound = tl.min(tl.where((ties > 0) & (seen + order == num_ties), flat, vocab_size))
-        seen += here
-        start += COLUMNS * DEPTH
-    return bound
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def _search(
-    logits,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    seeds,
-    positions,
-    group_max,
-    group_sum,
-    raw_sum,
-    out_ids,
-    out_logprobs,
-    row_stride,
-    vocab_size,
-    num_tiles,
-    GROUPS: tl.constexpr,
-    ALL_GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    row = tl.program_id(0)
-    if tl.load(out_ids + row) == _OPEN:
-        num_groups = num_tiles * GROUPS
-        source = logits + row.to(tl.int64) * row_stride
-        scale = _scale(tl.load(temperatures + row))
-        top_k, top_p, min_p = _row_options(row, top_ks, top_ps, min_ps, vocab_size)
-        _maxima, highest, group_mass = _summary(row, group_max, group_sum, scale, num_groups, ALL_GROUPS)
-        high = _key(highest).to(tl.int64) + 1
-        low = tl.zeros((), tl.int64) + (_LOWEST + 1)
-        key = low.to(tl.int32)
-        bound = vocab_size - 1
-        num_kept, mass = _reaching(source, key, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
-        if (top_k > 0) & (num_kept > top_k):
-            upper = high
-            num_above = tl.zeros((), tl.int32)
-            mass_above = tl.zeros((), tl.int64)
-            while upper - low > 1:
-                middle = _halfway(low, upper)
-                count, reached = _reaching(
-                    source, middle.to(tl.int32), vocab_size, highest, scale, min_p, COLUMNS, DEPTH
-                )
-                if count >= top_k:
-                    low = middle
-                    num_kept = count
-                    mass = reached
-                    if count == top_k:
-                        upper = low + 1
-                else:
-                    upper = middle
-                    num_above = count
-                    mass_above = reached
-            key = low.to(tl.int32)
-            if num_kept > top_k:
-                # `key` is the k-th token's own, and more than one token has it.
-                num_ties = top_k - num_above
-                mass = mass_above + _mass_of(key, highest, scale) * num_ties
-                bound = _tie_bound(source, key, num_ties, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
-        if top_p < 1:
-            total = mass
-            if (top_k == 0) & (min_p <= 0):
-                total = tl.sum(group_mass)
-            target = tl.minimum(_scaled_up(top_p, total), mass)
-            upper = high
-            mass_above = tl.zeros((), tl.int64)
-            while upper - low > 1:
-                middle = _halfway(low, upper)
-                _number, reached = _reaching(
-                    source, middle.to(tl.int32), vocab_size, highest, scale, min_p, COLUMNS, DEPTH
-                )
-                if reached >= target:
-                    low = middle
-                else:
-                    upper = middle
-                    mass_above = reached
-            # Where `low` did not move, top_k's cut through the ties still holds.
-            if low.to(tl.int32) > key:
-                bound = vocab_size - 1
-            key = low.to(tl.int32)
-            each = tl.maximum(_mass_of(key, highest, scale), 1)
-            num_ties = ((target - mass_above + each - 1) // each).to(tl.int32)
-            mass = mass_above + each * num_ties
-            last = _tie_bound(source, key, num_ties, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
-            bound = tl.minimum(bound, last)
-        point = _point(row, seeds, positions, mass)
-        token = tl.full((), -1, tl.int32)
-        before = tl.zeros((), tl.int64)
-        start = 0
-        while (start < vocab_size) & (token < 0):
-            ids, keys, masses = _chunk(source, start, vocab_size, highest, scale, min_p, COLUMNS, DEPTH)
-            kept = (keys > key) | ((keys == key) & (ids <= bound))
-            masses = tl.reshape(tl.where(kept, masses, 0), (COLUMNS * DEPTH,))
-            here = tl.sum(masses)
-            if before + here > point:
-                ends = before + tl.cumsum(masses, axis=0)
-                token = start + tl.sum((ends <= point).to(tl.int32))
-            before += here
-            start += COLUMNS * DEPTH
-        tl.store(out_ids + row, token.to(tl.int64))
-        if out_logprobs is not None:
-            logprob = _logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS)
-            tl.store(out_logprobs + row, logprob)
 
 
 def supports(logits_dtype: torch.dtype) -> str | None:
@@ -711,7 +384,7 @@ def sample(
         num_warps=_LAUNCH["choose_warps"], maxnreg=_LAUNCH["choose_registers"],
     )  # fmt: skip
     if top_k is not None or top_p is not None or min_p is not None:
-        _search[(num_rows,)](
+        search[(num_rows,)](
             logits, temperature, top_k, top_p, min_p, seeds, positions, group_max, group_sum, raw_sum,
             ids, logprobs, logits.stride(0), vocab_size, num_tiles,
             GROUPS=groups, ALL_GROUPS=all_groups, COLUMNS=_LAUNCH["columns"], DEPTH=4,
