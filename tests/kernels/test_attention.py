@@ -1,16 +1,18 @@
 """Every implementation of attention against `scaled_dot_product_attention`, within the error budget."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers.attention_cases import Case, prepare
 from helpers.kernels import IMPLEMENTATIONS, Batch, assert_within_budget, page, sdpa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.errors import KernelArgumentError
-from octavo.kernels import backend, flash_attn_varlen_func
+from octavo.errors import KernelArgumentError, UnsupportedKernelConfig
+from octavo.kernels import backend, flash_attn_varlen_func, flash_attn_with_kvcache
 from octavo.kernels.cpu import threads
 
 # A prompt, a chunk with a past, decodes, nothing, no keys, more queries than keys, a prompt past one block.
@@ -322,3 +324,44 @@ def test_a_window_wider_than_any_sequence_is_no_window(implementation: str, boun
     caches = (batch.q, paged.k_cache, paged.v_cache)
     with pytest.raises(KernelArgumentError, match="block_table"):
         flash_attn_varlen_func(*caches, *batch.lengths, window_size=(bound, 0), block_table=paged.table)
+
+
+@pytest.mark.parametrize("name", ["dropout_p", "deterministic", "num_splits", "return_attn_probs"])
+def test_an_argument_that_only_flash_attention_has_is_refused_by_name(name: str) -> None:
+    batch = Batch.random([1], [1])
+    with pytest.raises(TypeError, match=name):
+        flash_attn_varlen_func(batch.q, batch.k, batch.v, *batch.lengths, **{name: 0})
+    q, k = batch.q[None], batch.k[None]
+    with pytest.raises(TypeError, match=name):
+        flash_attn_with_kvcache(q, k, k, **{name: 0})
+
+
+SCALED = [
+    (torch.float8_e4m3fn, "none"),
+    *((dtype, scales) for dtype in (torch.float8_e4m3fn, torch.int8) for scales in ("tensor", "token")),
+]
+
+
+@pytest.mark.parametrize(("cache_dtype", "scales"), SCALED, ids=str)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_quantised_caches(cache_dtype: torch.dtype, scales: str, block_size: int) -> None:
+    """No room but the reference has them on the CPU; unwritten slots and their scales hold NaN."""
+    case = Case((3, 1, 0, 9), (20, 33, 2, 4), head_dim=24, dtype=torch.float32, sinks=True)
+    case = replace(case, cache_dtype=cache_dtype, scales=scales, block_size=block_size)
+    prepare(case, "cpu").check()
+
+
+def test_the_compiled_kernels_refuse_a_quantised_cache() -> None:
+    case = Case((1,), (5,), dtype=torch.float32, cache_dtype=torch.int8, scales="token")
+    with (
+        backend.use("cpu"),
+        pytest.raises(UnsupportedKernelConfig, match=r"no compiled kernel for torch\.int8"),
+    ):
+        prepare(case, "cpu").run()
+
+
+@pytest.mark.parametrize("batch_invariant", [1, None, "yes"])
+def test_batch_invariant_is_a_flag(batch_invariant: object) -> None:
+    batch = Batch.random([1], [1])
+    with pytest.raises(KernelArgumentError, match="batch_invariant must be True or False"):
+        flash_attn_varlen_func(batch.q, batch.k, batch.v, *batch.lengths, batch_invariant=batch_invariant)

@@ -234,3 +234,45 @@ def test_no_queries_and_no_sequences(implementation: str) -> None:
     caches = [torch.zeros(2, 4, 2, 16) for _ in range(2)]
     assert flash_attn_with_kvcache(torch.zeros(2, 0, 4, 16), *caches, cache_seqlens=3).shape == (2, 0, 4, 16)
     assert flash_attn_with_kvcache(torch.zeros(0, 1, 4, 16), *caches, cache_seqlens=3).shape == (0, 1, 4, 16)
+
+
+@pytest.mark.parametrize("scales", ["number", "token"])
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
+def test_append_to_a_quantised_cache(paged: bool, cache_dtype: torch.dtype, scales: str) -> None:
+    """The new tokens, and their scales, land in their slots, and are then read like the others."""
+    batch = history()
+    if paged:
+        full = page(batch, 4)
+        caches, where = [full.k_cache, full.v_cache], {"block_table": full.table}
+        slots = full.slots
+    else:
+        caches, where = list(contiguous(batch, with_new=True)), {}
+        slots = [b * 24 + torch.arange(n + NEW) for b, n in enumerate(LENS)]
+    stored, kept_scales = [], []
+    for cache in caches:
+        scale = torch.full(cache.shape[:3], 0.03) if scales == "token" else 0.03
+        values = cache.nan_to_num(0.0) / 0.03
+        values = values.round() if cache_dtype == torch.int8 else values
+        stored.append(values.clamp(-127, 127).to(cache_dtype))
+        kept_scales.append(scale)
+    for cache, scale in zip(stored, kept_scales, strict=True):
+        for b in range(3):
+            cache.view(-1, 2, 16)[slots[b][LENS[b] :]] = 0
+            if isinstance(scale, Tensor):
+                scale.view(-1, 2)[slots[b][LENS[b] :]] = math.nan
+    k, v = new_of(batch)
+    lens, options = int32(*LENS), {"k_scale": kept_scales[0], "v_scale": kept_scales[1], **where}
+    out = flash_attn_with_kvcache(
+        batch.q.view(3, NEW, 4, 16), *stored, k, v, cache_seqlens=lens, causal=True, **options
+    )
+    torch.testing.assert_close(out, expected(batch, causal=True), rtol=0, atol=0.15)
+    written = [
+        cache.float() * (scale[..., None] if isinstance(scale, Tensor) else scale)
+        for cache, scale in zip(stored, kept_scales, strict=True)
+    ]
+    for cache, new in zip(written, (k, v), strict=True):
+        for b in range(3):
+            torch.testing.assert_close(
+                cache.view(-1, 2, 16)[slots[b][LENS[b] :]], new[b], rtol=0.07, atol=0.02
+            )

@@ -40,9 +40,9 @@ head_dim               any from 1 to 256; that of V equals that of K
 q and cache dtypes     may differ (float32 queries over a float16 cache)
 cache dtype            also float8_e4m3fn and int8, with scales
 only here              ``sinks``, ``k_scale``, ``v_scale``, ``batch_invariant``; ``out`` (varlen)
-only there             ``dropout_p``, ``deterministic``, ``num_splits``, ``return_attn_probs``: naming one is a
-                       TypeError. Nothing is dropped out, repeats give the same bits, the work is divided
-                       as the GPU needs it, and varlen's LSE is asked for by ``return_softmax_lse``
+only there             ``dropout_p``, ``deterministic``, ``num_splits``, ``return_attn_probs``: naming one
+                       is a TypeError. Nothing is dropped out, repeats give the same bits, the work is
+                       divided as the GPU needs it; varlen's LSE is asked for by ``return_softmax_lse``
 call by position       up to max_seqlen_k, or v; the rest by name
 ``causal`` with ALiBi  lse counts the bias as written above; theirs drops a constant of the row from it
 gradients              none; inputs that require them are refused
