@@ -33,18 +33,27 @@ GPUS = {
     89: ("NVIDIA GeForce RTX 4090", 128, 99 * 1024),
     90: ("NVIDIA H200", 132, 227 * 1024),
 }
-_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+_LABEL = re.compile(r"^(\.L_x_\d+):")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One specialisation as the hardware gets it; `instructions` counts its opcodes, modifiers included."""
+    """One specialisation as the hardware gets it.
+
+    Attributes:
+        instructions: how often each opcode occurs, modifiers included.
+        spills: registers stored to memory or loaded from it, in the text.
+        spills_in_loops: those in the innermost loops around matrix instructions, or in any loop without one.
+    """
 
     name: str
     num_warps: int
     shared: int
     registers: int
     instructions: Counter[str]
+    spills: int
+    spills_in_loops: int
 
     def count(self, pattern: str) -> int:
         """Instructions whose opcode, with its modifiers, matches the pattern from its start."""
@@ -150,13 +159,43 @@ def _inspect(kernel: CompiledKernel) -> Kernel:
         sass = _output(nvidia.nvdisasm.path, "-c", file.name)
         usage = _output(nvidia.cuobjdump.path, "-res-usage", file.name)
     registers = [int(n) for n in re.findall(r"REG:(\d+)", usage)]
+    opcodes, loops = _read(sass)
+    is_matrix = [re.match("H?G?MMA|[HID]MMA", opcode) is not None for opcode in opcodes]
+    is_spill = [re.match("LDL|STL", opcode) is not None for opcode in opcodes]
+    with_matrix = [(first, last) for first, last in loops if any(is_matrix[first : last + 1])]
+    hot = with_matrix or loops
+    innermost = [
+        (first, last)
+        for first, last in hot
+        if not any((first, last) != other and first <= other[0] and other[1] <= last for other in hot)
+    ]
+    inside = {at for first, last in innermost for at in range(first, last + 1)}
     return Kernel(
         kernel.metadata.name,
         kernel.metadata.num_warps,
         kernel.metadata.shared,
         max(registers),
-        Counter(_OPCODE.findall(sass)),
+        Counter(opcodes),
+        sum(is_spill),
+        sum(is_spill[at] for at in inside),
     )
+
+
+def _read(sass: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Opcodes in the order of the text, and loops as (first, last): from the target of a jump back to it."""
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    loops = set()
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(opcodes)
+        elif found := _INSTRUCTION.match(line):
+            opcode, rest = found.groups()
+            opcodes.append(opcode)
+            target = re.search(r"\((\.L_x_\d+)\)", rest)
+            if opcode.startswith("BRA") and target and target[1] in labels:
+                loops.add((labels[target[1]], len(opcodes) - 1))
+    return opcodes, sorted(loops)
 
 
 def _output(*command: str) -> str:

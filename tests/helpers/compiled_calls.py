@@ -1,0 +1,167 @@
+"""What public calls would launch on a GPU that is not there: python compiled_calls.py ARCH all|some.
+
+Prints JSON: for each call its kernels, with registers, shared memory and counted instructions; or its error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from helpers.no_gpu import NoGpu
+from torch import Tensor
+
+from octavo.kernels import (
+    apply_rotary,
+    flash_attn_varlen_func,
+    rms_norm,
+    rotate_and_write_kv_cache,
+    silu_and_mul,
+    write_kv_cache,
+)
+from octavo.kernels.sampling import sample
+
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+Call = Callable[[], object]
+
+
+def attend(
+    lens_q: list[int],
+    lens_k: list[int],
+    heads: tuple[int, int] = (16, 8),
+    head_dim: int = 128,
+    block_size: int = 16,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Call:
+    num_heads, kv_heads = heads
+    q = torch.zeros(sum(lens_q), num_heads, head_dim, dtype=dtype)
+    if block_size:
+        blocks = max(-(-n // block_size) for n in lens_k)
+        cache = torch.zeros(blocks, block_size, kv_heads, head_dim).to(cache_dtype or dtype)
+        table = torch.arange(blocks, dtype=torch.int32).expand(len(lens_k), -1).contiguous()
+        options["block_table"] = table
+    else:
+        cache = torch.zeros(sum(lens_k), kv_heads, head_dim).to(dtype)
+    if cache_dtype is not None:
+        scales = torch.ones(cache.shape[:3])
+        options |= {"k_scale": scales, "v_scale": scales}
+    sums = [
+        torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in (lens_q, lens_k)
+    ]
+    bounds = (max(lens_q), max(lens_k))
+    return lambda: flash_attn_varlen_func(q, cache, cache.clone(), *sums, *bounds, causal=True, **options)
+
+
+def write(kv_heads: int, head_dim: int, cache_dtype: torch.dtype = BF16, tokens: int = 4096) -> Call:
+    fused = torch.zeros(tokens, 2, kv_heads, head_dim, dtype=BF16)
+    caches = [torch.zeros(tokens // 16, 16, kv_heads, head_dim).to(cache_dtype) for _ in range(2)]
+    scales = {}
+    if cache_dtype == FP8:
+        scales = {name: torch.zeros(tokens // 16, 16, kv_heads) for name in ("k_scale", "v_scale")}
+    return lambda: write_kv_cache(fused[:, 0], fused[:, 1], *caches, torch.arange(tokens), **scales)
+
+
+def rotate_and_write(heads: tuple[int, int], head_dim: int, tokens: int, norm: bool) -> Call:
+    q, k = (torch.zeros(tokens, n, head_dim, dtype=BF16) for n in heads)
+    caches = [torch.zeros(tokens // 16 + 1, 16, heads[1], head_dim, dtype=BF16) for _ in range(2)]
+    weight = torch.ones(head_dim, dtype=BF16)
+    options: dict[str, Any] = {"q_weight": weight, "k_weight": weight, "eps": 1e-6} if norm else {}
+    table, positions = torch.zeros(64, head_dim), torch.zeros(tokens, dtype=torch.int64)
+    return lambda: rotate_and_write_kv_cache(
+        q, k, k.clone(), table, positions, *caches, torch.arange(tokens), **options
+    )
+
+
+def norm(width: int, tokens: int) -> Call:
+    x, weight = torch.zeros(tokens, width, dtype=BF16), torch.ones(width, dtype=BF16)
+    return lambda: rms_norm(x, weight, 1e-6, residual=x.clone())
+
+
+def rotary(head_dim: int) -> Call:
+    q, positions = torch.zeros(256, 8, head_dim, dtype=BF16), torch.zeros(256, dtype=torch.int64)
+    return lambda: apply_rotary(q, q.clone(), torch.zeros(64, head_dim), positions)
+
+
+def draw(num_rows: int) -> Call:
+    def filled(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_rows,), value, dtype=dtype)
+
+    logits = torch.zeros(num_rows, 151_936)
+    return lambda: sample(
+        logits,
+        temperature=filled(0.8, FP32),
+        top_k=filled(40, torch.int32),
+        top_p=filled(0.9, FP32),
+        min_p=filled(0.0, FP32),
+        seeds=filled(0, torch.int64),
+        positions=filled(0, torch.int64),
+        return_logprobs=True,
+    )
+
+
+LONG = ([2048], [2048])
+MANY = ([1] * 32, [1024] * 32)
+
+SOME: dict[str, Call] = {
+    "decode 16/8/128": attend(*MANY),
+    "decode 16/8/128 fp8": attend(*MANY, cache_dtype=FP8),
+    "prefill 16/8/128": attend(*LONG),
+    "prefill 16/8/256": attend(*LONG, head_dim=256),
+    "prefill 16/8/128 fp8": attend(*LONG, cache_dtype=FP8),
+    "write 8x128": write(8, 128),
+    "norm 2048": norm(2048, 4096),
+    "sample 64": draw(64),
+}
+ALL: dict[str, Call] = SOME | {
+    "decode 9/3/64": attend(*MANY, heads=(9, 3), head_dim=64),
+    "decode 8/1/128 block 64": attend(*MANY, heads=(8, 1), block_size=64),
+    "decode 32/8/128 q4": attend([4] * 8, [8192] * 8, heads=(32, 8)),
+    "decode 16/2/256": attend(*MANY, heads=(16, 2), head_dim=256),
+    "decode 4/2/80 options": attend(*MANY, heads=(4, 2), head_dim=80, window_size=(100, 0), softcap=30.0),
+    "decode 16/8/128 invariant": attend(*MANY, batch_invariant=True),
+    "prefill 9/3/64": attend(*LONG, heads=(9, 3), head_dim=64),
+    "prefill 32/8/128 block 64": attend(*LONG, heads=(32, 8), block_size=64),
+    "prefill 16/8/128 packed": attend(*LONG, block_size=0),
+    "prefill 16/8/128 block 1": attend(*LONG, block_size=1),
+    "prefill 16/8/128 sinks": attend(*LONG, sinks=torch.zeros(16)),
+    "prefill 16/8/128 alibi": attend(*LONG, alibi_slopes=torch.zeros(16)),
+    "prefill 8/4/80": attend(*LONG, heads=(8, 4), head_dim=80),
+    "prefill 8/4/192": attend(*LONG, heads=(8, 4), head_dim=192),
+    "prefill 16/8/128 split": attend([64], [8192]),
+    "prefill 16/8/128 invariant": attend(*LONG, batch_invariant=True),
+    "prefill 4/4/64 fp32": attend(*LONG, heads=(4, 4), head_dim=64, dtype=FP32),
+    "write 3x64 few": write(3, 64, tokens=32),
+    "write 8x128 fp8": write(8, 128, FP8),
+    "rotate and write 16/8/128": rotate_and_write((16, 8), 128, 4096, norm=True),
+    "rotate and write 9/3/64 few": rotate_and_write((9, 3), 64, 16, norm=False),
+    "norm 1024 few": norm(1024, 8),
+    "rotary 128": rotary(128),
+    "silu 3072": lambda: silu_and_mul(torch.zeros(4096, 6144, dtype=BF16)),
+    "sample 1": draw(1),
+    "sample 256": draw(256),
+}
+
+
+def main() -> None:
+    arch, which = int(sys.argv[1]), sys.argv[2]
+    found = {}
+    with NoGpu(arch) as gpu:
+        for name, call in (ALL if which == "all" else SOME).items():
+            try:
+                call()
+                found[name] = {"kernels": [vars(kernel) for kernel in gpu.take()]}
+            except Exception as error:
+                found[name] = {"kernels": [], "error": f"{type(error).__name__}: {error}"[-600:]}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

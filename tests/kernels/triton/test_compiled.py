@@ -1,0 +1,143 @@
+"""What a GPU would get, compiled without one: public calls, and the instructions that came of them.
+
+`python tests/helpers/compiled_calls.py 90 all` prints what is looked at here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parents[2] / "helpers" / "compiled_calls.py"
+ARCHS = {90: "all", 80: "some", 86: "some", 89: "some"}
+SHARED = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
+# The Hopper kernel has 240 registers for 64 rows of 128 or 256 channels: a few numbers of its scheduling
+# go through memory between tiles. All others keep theirs.
+SPILLS_IN_LOOPS = {"attend": 32}
+
+Kernel = dict[str, Any]
+Compiled = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def everything(request: pytest.FixtureRequest) -> dict[int, Compiled]:
+    """Every architecture in a process of its own, side by side: a minute, or seconds from the cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    cache = request.config.cache
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache.mkdir("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    children = {
+        arch: subprocess.Popen(
+            (sys.executable, SCRIPT, str(arch), which),
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for arch, which in ARCHS.items()
+    }  # fmt: skip
+    found = {}
+    for arch, child in children.items():
+        output, errors = child.communicate()
+        assert child.returncode == 0, errors
+        found[arch] = json.loads(output)
+    return found
+
+
+@pytest.fixture(params=ARCHS, ids=lambda arch: f"sm_{arch}")
+def arch(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def compiled(arch: int, everything: dict[int, Compiled]) -> Compiled:
+    return everything[arch]
+
+
+def kernels_of(compiled: Compiled, *names: str) -> list[tuple[str, Kernel]]:
+    """(call, kernel) of the kernels so named, or of all."""
+    return [
+        (call, kernel)
+        for call, result in compiled.items()
+        for kernel in result["kernels"]
+        if not names or kernel["name"] in names
+    ]
+
+
+def count(kernel: Kernel, pattern: str) -> int:
+    return sum(n for opcode, n in kernel["instructions"].items() if re.match(pattern, opcode))
+
+
+def refuse(compiled: Compiled, wrong: Callable[[Kernel], bool], *names: str) -> None:
+    """Fails with a table of the kernels that are `wrong`; there must be some of those names at all."""
+    looked_at = kernels_of(compiled, *names)
+    assert looked_at
+    patterns = ("H?G?MMA", "LDGSTS", "UTMALDG", r"LDG\S*128", r"LDG\.", r"STG\S*128", "STG")
+    titles = ("MMA", "LDGSTS", "UTMALDG", "LDG.128", "LDG", "STG.128", "STG")
+    lines = [
+        f"{'call':30}{'kernel':20}  regs spills in loops   shared " + " ".join(f"{t:>7}" for t in titles)
+    ]
+    for call, one in looked_at:
+        if wrong(one):
+            counts = " ".join(f"{count(one, pattern):7}" for pattern in patterns)
+            head = f"{call[:29]:30}{one['name'][:19]:20}{one['registers']:6}{one['spills']:7}"
+            lines.append(f"{head}{one['spills_in_loops']:9}{one['shared']:9} {counts}")
+    if len(lines) > 1:
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+def test_every_call_compiles(compiled: Compiled) -> None:
+    errors = {call: result["error"] for call, result in compiled.items() if "error" in result}
+    assert not errors
+    assert all(result["kernels"] for result in compiled.values())
+
+
+def test_registers_are_enough(compiled: Compiled) -> None:
+    """A value that goes through memory once, between two loops, does no harm; in a loop it does."""
+    refuse(compiled, lambda one: one["spills_in_loops"] > SPILLS_IN_LOOPS.get(one["name"], 0))
+
+
+def test_shared_memory_is_enough(arch: int, compiled: Compiled) -> None:
+    refuse(compiled, lambda one: one["shared"] > SHARED[arch])
+
+
+def test_attention_multiplies_in_matrix_units(arch: int, compiled: Compiled) -> None:
+    refuse(compiled, lambda one: count(one, "HMMA") == 0, "_decode")
+    instruction = "HGMMA" if arch == 90 else "HMMA"
+    low_precision = {call: result for call, result in compiled.items() if "fp32" not in call}
+    refuse(low_precision, lambda one: count(one, instruction) == 0, "_prefill", "attend")
+
+
+def test_keys_and_values_are_fetched_ahead(compiled: Compiled) -> None:
+    """By asynchronous copies into shared memory, or by the copy engine."""
+    fetches = lambda one: count(one, "LDGSTS") + count(one, "UTMALDG")  # noqa: E731
+    refuse(compiled, lambda one: fetches(one) == 0, "_decode", "_prefill", "attend")
+
+
+def test_hopper_has_a_kernel_of_its_own(everything: dict[int, Compiled]) -> None:
+    ordinary = [
+        call
+        for call in everything[90]
+        if re.fullmatch(r"prefill (16/8/128|32/8/128|9/3/64|16/8/256)( packed| block 64)?", call)
+    ]
+    assert len(ordinary) == 5
+    chosen = {call: everything[90][call] for call in ordinary}
+    assert [one["name"] for _, one in kernels_of(chosen)] == ["attend"] * 5
+    refuse(chosen, lambda one: count(one, "UTMALDG") == 0)
+    assert not kernels_of(everything[80], "attend")
+
+
+def test_memory_is_moved_16_bytes_at_a_time(compiled: Compiled) -> None:
+    refuse(
+        compiled,
+        lambda one: count(one, r"LDG\S*128") == 0 or count(one, r"STG\S*(128|64)") == 0,
+        "_write", "_norm", "_rotate", "_rotate_and_write", "_silu_and_mul",
+    )  # fmt: skip
