@@ -28,7 +28,9 @@ from octavo.kernels.triton import tuning
 from octavo.kernels.triton.tuning import Case, Parameters, Tuning
 
 _WORTH = 0.98  # a variant must take at most this much of the default's time: less is noise
-_GROUP_MS = 8.0
+_NEAR, _FINALISTS = 1.1, 4  # what is timed a second time: within a tenth of the best, and not more than these
+_BRIEF: dict[str, Any] = {"group_ms": 2.0, "groups": 1}
+_LONG: dict[str, Any] = {"group_ms": 8.0, "groups": 5}
 
 
 def tune(kernels: Sequence[str], out: Path | None, say: Callable[[str], None]) -> Path:
@@ -80,43 +82,50 @@ def space_of(one: Tuning, case: Case) -> Sequence[Parameters]:
 
 
 def tune_one(one: Tuning, say: Callable[[str], None]) -> dict[str, Any]:
-    """Key -> entry of the table: the variant with the least product of times over the cases of the key."""
-    keys = list(dict.fromkeys(case["key"] for case in one.cases))
+    """Key -> entry of the table: the variant with the least product of times over the cases of the key.
+
+    All variants are timed briefly, and those near the best once more at length.
+    """
     entries = {}
-    for key in keys:
+    for key in dict.fromkeys(case["key"] for case in one.cases):
         alike = [case for case in one.cases if case["key"] == key]
-        default = dict(alike[0]["default"])
-        times = {
-            index: [_time(one, case, parameters) for case in alike]
-            for index, parameters in enumerate(space_of(one, alike[0]))
-        }
-        means = {index: math.exp(sum(map(math.log, us)) / len(us)) for index, us in times.items()}
-        best = min(means, key=lambda index: means[index])
-        if not math.isfinite(means[best]):
+        space = space_of(one, alike[0])
+        brief = {index: _mean(one, alike, parameters, _BRIEF) for index, parameters in enumerate(space)}
+        least = min(brief.values())
+        if not math.isfinite(least):
             say(f"{one.name} {key}: nothing runs, not even the default")
             continue
+        near = sorted(
+            (index for index in brief if brief[index] < _NEAR * least), key=lambda index: brief[index]
+        )
+        means = {index: _mean(one, alike, space[index], _LONG) for index in {0, *near[:_FINALISTS]}}
+        best = min(means, key=lambda index: means[index])
         if means[best] > _WORTH * means[0]:
             best = 0
-        parameters = dict(space_of(one, alike[0])[best])
+        parameters = dict(space[best])
         entries[key] = {
             "parameters": parameters,
             "us": round(means[best], 2),
             "default_us": round(means[0], 2) if math.isfinite(means[0]) else None,
         }
-        kept = "the default" if parameters == default else " ".join(f"{k}={v}" for k, v in parameters.items())
+        kept = " ".join(f"{name}={value}" for name, value in parameters.items()) if best else "the default"
         say(f"{one.name} {key}: {means[best]:.2f} us, default {means[0]:.2f} us; {kept}")
     return entries
 
 
-def _time(one: Tuning, case: Case, parameters: Parameters) -> float:
-    """Microseconds; infinite where these parameters do not fit the case or the GPU."""
-    try:
-        calls = one.run(case, parameters)
-        return gpu_time([calls] if callable(calls) else calls, _GROUP_MS, groups=3).median_us
-    except Exception as error:
-        if "illegal memory access" in str(error):
-            raise  # this process can do nothing more with the GPU
-        return math.inf
+def _mean(one: Tuning, cases: Sequence[Case], parameters: Parameters, how: dict[str, Any]) -> float:
+    """Geometric mean of the microseconds; infinite where these parameters do not fit a case or the GPU."""
+    logarithms = []
+    for case in cases:
+        try:
+            calls = one.run(case, parameters)
+            us = gpu_time([calls] if callable(calls) else calls, **how).median_us
+        except Exception as error:
+            if "illegal memory access" in str(error):
+                raise  # this process can do nothing more with the GPU
+            return math.inf
+        logarithms.append(math.log(us))
+    return math.exp(sum(logarithms) / len(logarithms))
 
 
 def compile_all(modules: dict[str, str], say: Callable[[str], None]) -> None:
@@ -124,10 +133,11 @@ def compile_all(modules: dict[str, str], say: Callable[[str], None]) -> None:
     jobs = []
     for name, module in modules.items():
         one = _tuning(module, name)
+        first = {case["key"]: index for index, case in reversed(list(enumerate(one.cases)))}
         jobs += [
-            (module, name, case, variant)
-            for case, content in enumerate(one.cases)
-            for variant in range(len(space_of(one, content)))
+            (module, name, index, variant)
+            for index in first.values()
+            for variant in range(len(space_of(one, one.cases[index])))
         ]
     workers = max(1, min(num_cores() - 1, 16, len(jobs)))
     say(f"compiling {len(jobs)} variants in {workers} processes")
