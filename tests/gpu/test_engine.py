@@ -280,14 +280,15 @@ def test_qwen3_06b_with_dummy_weights_generates_and_gives_its_memory_back(tmp_pa
     torch.ones(64, 64, device="cuda").matmul(torch.ones(64, 64, device="cuda"))  # cuBLAS takes its workspace
     gc.collect()
     torch.cuda.empty_cache()
-    before, free_before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    with LLM(tmp_path, load_format="dummy", max_model_len=4096) as llm:
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    with LLM(tmp_path, load_format="dummy", max_model_len=4096, max_num_seqs=16) as llm:
         assert (llm.config.device, llm.config.dtype, llm.config.kv_cache_dtype) == (
             "cuda", "bfloat16", "bfloat16",
         )  # fmt: skip
         cache = llm.engine.runner.kv_cache
         assert cache.device.type == "cuda"
-        assert cache.nbytes == min(256 * 256, cache.num_blocks) * cache.spec.bytes_per_block
+        assert cache.num_blocks == 16 * 256, "what its requests can use, and not all that is free"
+        assert torch.cuda.memory_allocated() > before[0] + cache.nbytes
         outputs = llm.generate(
             [random_ids(length, 151936, seed=length) for length in (3, 40, 700)],
             SamplingParams(max_tokens=16, ignore_eos=True),
@@ -297,8 +298,8 @@ def test_qwen3_06b_with_dummy_weights_generates_and_gives_its_memory_back(tmp_pa
         assert all(output.error is None for output in outputs)
         del cache
     gc.collect()
-    assert torch.cuda.memory_allocated() - before < 64 * 2**20
-    assert free_before - torch.cuda.mem_get_info()[0] < 512 * 2**20
+    assert torch.cuda.memory_allocated() - before[0] < 64 * 2**20
+    assert torch.cuda.memory_reserved() - before[1] < 64 * 2**20
     assert llm.stats().num_owned_blocks == 0
 
 
@@ -323,7 +324,7 @@ def test_weights_that_do_not_fit_are_refused_with_numbers(folder: str) -> None:
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**20) / total)
     try:
-        with pytest.raises(CapacityError, match=r"the weights of .* take .* in float32, and cuda:0 has"):
+        with pytest.raises(CapacityError, match=r"the weights of .* take .* in float32, and cuda has"):
             load_model(folder, device="cuda", dtype="float32")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
