@@ -1,6 +1,7 @@
 import importlib.metadata
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,3 +96,91 @@ def test_where_compiled_code_is_kept(monkeypatch, folder, status):
     assert finding.status == status
     assert finding.detail == ("/kept" if folder else "it cannot be kept: no folder can be written")
     assert ("NUMBA_CACHE_DIR" in finding.advice) == (folder is None)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU as far as the doctor can see; what its checks find can be changed."""
+    import torch
+
+    from octavo.bench.roofline import Ceilings
+    from octavo.kernels.triton.monitor import Made
+
+    found = {
+        "self_check": [backend.SelfCheck("rms_norm", "triton", "bfloat16", 2e-3, True)],
+        "replay": 4e-3,
+        "late": [],
+        "unfit": None,
+    }
+    properties = SimpleNamespace(
+        name="A GPU", total_memory=80 * 2**30, multi_processor_count=132, major=9, minor=0
+    )
+    statuses = [
+        backend.BackendStatus("rms_norm", "triton", True, "", True),
+        backend.BackendStatus("sample", "triton", False, "its module does not import"),
+    ]
+    real_self_check, real_describe = backend.self_check, backend.describe
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
+    monkeypatch.setattr(
+        backend,
+        "self_check",
+        lambda device="cpu": real_self_check() if device == "cpu" else found["self_check"],
+    )
+    monkeypatch.setattr(
+        backend, "describe", lambda device="cpu": real_describe() if device == "cpu" else statuses
+    )
+    monkeypatch.setattr("octavo.kernels.triton.unfit_reason", lambda device_type: found["unfit"])
+    monkeypatch.setattr("octavo.kernels.gpu_checks.replay_error", lambda device: found["replay"])
+    made = [Made("_norm", "x:*bf16", True, 0.0)]
+    monkeypatch.setattr("octavo.kernels.gpu_checks.late_compiles", lambda device: (made, found["late"]))
+    rates = Ceilings(4.6e12, 4.2e12, 7e14, empty_kernel_us=1.1)
+    monkeypatch.setattr("octavo.bench.roofline.measure_ceilings", lambda device: rates)
+    return found
+
+
+def gpu_findings(octavo):
+    status, out, _ = octavo("doctor", "--json")
+    return status, {f["name"]: f for f in json.loads(out)["findings"] if f["section"].startswith("gpu")}
+
+
+def test_a_gpu_is_examined(octavo, gpu):
+    status, findings = gpu_findings(octavo)
+    assert status == 0
+    assert findings["card"]["detail"].endswith("80 GiB, 132 SMs, compute capability 9.0")
+    assert findings["rms_norm [triton]"]["detail"] == "used here"
+    assert findings["sample [triton]"]["detail"] == "not here: its module does not import"
+    assert findings["rms_norm [triton] bfloat16"]["status"] == "ok"
+    assert findings["CUDA graphs"]["status"] == "ok"
+    assert findings["compiled late"]["detail"].startswith(
+        "warm-up made 1 (1 from disk); after it 0 in a sweep"
+    )
+    assert findings["launch parameters"]["detail"] == "no table for this GPU: safe defaults"
+    assert findings["measured"]["detail"].startswith("read TB/s 4.6, copy TB/s 4.2, bf16 matmul TFLOP/s 700")
+
+
+def test_what_is_wrong_on_a_gpu_fails_the_doctor(octavo, gpu):
+    from octavo.kernels.triton.monitor import Made
+
+    gpu["self_check"] = [backend.SelfCheck("rms_norm", "triton", "bfloat16", 0.5, False)]
+    gpu["replay"] = float("inf")
+    gpu["late"] = [Made("_decode", "q:*bf16", False, 1.0)]
+    status, findings = gpu_findings(octavo)
+    assert status == 1
+    assert findings["rms_norm [triton] bfloat16"]["status"] == "trouble"
+    assert "OCTAVO_KERNELS=reference" in findings["rms_norm [triton] bfloat16"]["advice"]
+    assert findings["CUDA graphs"]["status"] == "trouble"
+    assert findings["compiled late"]["status"] == "note"
+    assert findings["compiled late"]["detail"].endswith("after it 1 in a sweep of batches: _decode")
+
+
+def test_a_gpu_without_fit_triton_is_told_so_and_not_put_to_the_test(octavo, gpu):
+    pytest.importorskip("triton")
+    gpu["unfit"] = "Triton 3.5.0 is too old; 3.6 or newer is needed"
+    status, findings = gpu_findings(octavo)
+    assert status == 0
+    assert findings["triton"]["detail"] == gpu["unfit"]
+    assert "CUDA graphs" not in findings

@@ -73,7 +73,7 @@ def doctor(
     """Say what is installed, which kernels run here and why not the others, and check them."""
     report = Report()
     if sys.stderr.isatty():
-        print("checking; the first time this compiles kernels, for about 15 s", file=sys.stderr)
+        print("checking; the first time this compiles kernels, for up to a minute", file=sys.stderr)
     for examine in (_packages, _processor, _memory, _torch, _self_check, _kernel_cache, _kernels, _gpu):
         _examine(report, examine)
     if as_json:
