@@ -66,6 +66,7 @@ def _absorb_tiles(
     table_row, k_scale, v_scale, left, right, softcap, slopes,
     MASKED: tl.constexpr, PLAIN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SAME_STRIDES: tl.constexpr = False,
 ):  # fmt: skip
     """The partial after tiles from_tile .. to_tile - 1 of keys; from the `num_left`-th on, `skipped` further.
 
@@ -83,29 +84,28 @@ def _absorb_tiles(
         start = tile * BLOCK_N
         keys = start + tl.arange(0, BLOCK_N)
         seen = (keys >= first) & (keys < last)
-        block, slot = tiles.places(table_row, run_block, run_slot, start, seen, BLOCK_SIZE, BLOCK_N)
-        k_tile = tiles.load_tile(
-            k, block, slot, seen, k_stride_block, k_stride_slot, MASKED, HEAD_DIM, BLOCK_D, COMPUTE
-        )
+        block, base, lanes = tiles.places(table_row, run_block, run_slot, start, seen, BLOCK_SIZE, BLOCK_N)
+        rows = tiles.elements(block, base, lanes, k_stride_block, k_stride_slot)
+        k_tile = tiles.load_tile(k + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
         products = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
         k_scales = None
         v_scales = None
         if k_scale is not None:
             k_scales = tiles.load_token_scales(
-                k_scale, block, slot, seen, k_scale_stride_block, k_scale_stride_slot
+                k_scale, block, base + lanes, seen, k_scale_stride_block, k_scale_stride_slot, True
             )
         if v_scale is not None:
             v_scales = tiles.load_token_scales(
-                v_scale, block, slot, seen, v_scale_stride_block, v_scale_stride_slot
+                v_scale, block, base + lanes, seen, v_scale_stride_block, v_scale_stride_slot, True
             )
         s = tiles.scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales, PLAIN)
         if MASKED:
             mask = tiles.visible(positions, keys, first, last, left, right)
             s = tl.where(mask, s, float("-inf"))
         p, acc, high, total = tiles.absorb(s, acc, high, total, scale, v_scales, PLAIN, MASKED)
-        v_tile = tiles.load_tile(
-            v, block, slot, seen, v_stride_block, v_stride_slot, MASKED, HEAD_DIM, BLOCK_D, COMPUTE
-        )
+        if not SAME_STRIDES:
+            rows = tiles.elements(block, base, lanes, v_stride_block, v_stride_slot)
+        v_tile = tiles.load_tile(v + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
         acc = tl.dot(p.to(COMPUTE), v_tile, acc, input_precision="ieee")
     return acc, high, total
 
@@ -141,7 +141,7 @@ def _prefill(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, INVARIANT: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Section by section of KV heads; in each of them tile by tile, the same tile of all its heads together.
     program = tl.program_id(0)
@@ -234,20 +234,20 @@ def _prefill(
                     tl.maximum(from_tile, chunk * PER_CHUNK), tl.minimum(to_tile, (chunk + 1) * PER_CHUNK),
                     0, 0, keys_of, rows_of, table_row, k_scale_head, v_scale_head,
                     left, right, softcap, slopes,
-                    True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
+                    True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N, SAME_STRIDES,
                 )  # fmt: skip
                 acc, high, total = tiles.merge(acc, high, total, chunk_acc, chunk_high, chunk_total)
         else:
             acc, high, total = _absorb_tiles(
                 q_tile, acc, high, total, open_from, open_to, 0, 0, keys_of, rows_of,
                 table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
-                False, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
+                False, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N, SAME_STRIDES,
             )  # fmt: skip
             num_open = open_to - open_from
             acc, high, total = _absorb_tiles(
                 q_tile, acc, high, total, from_tile, to_tile - num_open, open_from, num_open,
                 keys_of, rows_of, table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
-                True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
+                True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N, SAME_STRIDES,
             )  # fmt: skip
 
         if SPLIT:  # partial_acc (splits, Tq, H, HEAD_DIM), partial_sums (splits, Tq, H, 2)
@@ -337,6 +337,9 @@ def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | 
     if num_long == 0:
         return
     chosen = given or _INVARIANT
+    options = dict(chosen)
+    if not options.get("maxnreg") or torch.version.hip is not None or q.device.type == "xpu":
+        options.pop("maxnreg", None)
     num_tiles = _most_tiles(num_rows * facts["GROUP"], num_long, chosen["BLOCK_M"])
     splits = _splits(num_tiles * num_kv_heads, max_seqlen_k, chosen, q.device) if given else 1
     partial_acc = partial_sums = None
@@ -348,7 +351,8 @@ def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | 
         **facts, partial_acc=partial_acc, partial_sums=partial_sums,
         num_rows=num_rows, num_tiles=num_tiles, num_splits=splits,
         section=_section(num_kv_heads, max_seqlen_k * head_dim * 2 * facts["k"].element_size()),
-        INVARIANT=given is None, SPLIT=splits > 1, **chosen,
+        INVARIANT=given is None, SPLIT=splits > 1,
+        SAME_STRIDES=facts["k"].stride() == facts["v"].stride(), **options,
     )  # fmt: skip
     if splits > 1:
         num_tiles = _most_tiles(num_rows * facts["GROUP"], num_long, _COMBINED_ROWS)
@@ -383,17 +387,31 @@ def is_split(q: Tensor, k: Tensor, batch: int, max_seqlen_k: int, block_table: T
 
 def _parameters(q: Tensor, k: Tensor, block_size: int) -> Mapping[str, int]:
     key = shape_key(q, k, block_size)
-    return parameters("prefill_attention", q.device, key, default_parameters(q, k))
+    return parameters("prefill_attention", q.device, key, default_parameters(q, k, block_size))
 
 
-def default_parameters(q: Tensor, k: Tensor) -> Mapping[str, int]:
-    """Launch parameters that compile without spills and fit every GPU from compute capability 8.0."""
+def default_parameters(q: Tensor, k: Tensor, block_size: int) -> Mapping[str, int]:
+    """Launch parameters that fit every GPU from compute capability 8.0.
+
+    128 registers: two programs then share a multiprocessor, and one multiplies while the other one is at its
+    softmax. That is worth more than the few numbers that no longer fit in registers.
+    """
+    exact = q.dtype == torch.float32 or k.dtype == torch.float32
     wide = q.shape[2] > 128
-    if q.dtype == torch.float32 or k.dtype == torch.float32:
-        return {"BLOCK_M": 16 if wide else 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    if exact:
+        return _point(16 if wide else 32, 32, 8, 2)
     if wide:
-        return {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
-    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+        return _point(128, 32, 8, 3)
+    if k.dtype != q.dtype:
+        return _point(128, 64, 8, 3)
+    return _point(128, 64, 8, 2 if block_size == 0 else 3, 128)
+
+
+def _point(block_m: int, block_n: int, num_warps: int, num_stages: int, maxnreg: int = 0) -> dict[str, int]:
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages,
+        "maxnreg": maxnreg,
+    }  # fmt: skip
 
 
 def _most_long(num_rows: int, batch: int) -> int:

@@ -22,13 +22,16 @@ _MODELS = (
 )
 _LENS = ((8192,), (1024,) * 16)
 _SETS = 2  # of inputs; one alone is larger than any cache
-_SHAPES = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 8), (128, 64, 8), (128, 128, 8))  # M, N, warps
+_SHAPES = (  # BLOCK_M, BLOCK_N, warps, most registers
+    (64, 32, 4, 0), (64, 64, 4, 0), (64, 64, 4, 168), (64, 128, 4, 0), (128, 32, 8, 128), (128, 64, 8, 0),
+    (128, 64, 8, 128), (128, 128, 8, 0),
+)  # fmt: skip
 
 
 def _space() -> list[dict[str, int]]:
     return [
-        {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
-        for m, n, warps in _SHAPES
+        {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "maxnreg": registers}
+        for m, n, warps, registers in _SHAPES
         for stages in (2, 3, 5)
     ]
 
@@ -37,7 +40,7 @@ def _case(model: tuple[int, int, int, torch.dtype, int], lens: tuple[int, ...]) 
     heads, kv_heads, head_dim, cache_dtype, block_size = model
     q = torch.empty(0, heads, head_dim, dtype=torch.bfloat16)
     k = torch.empty(0, block_size, kv_heads, head_dim, dtype=cache_dtype)
-    default = prefill.default_parameters(q, k)
+    default = prefill.default_parameters(q, k, block_size)
     return {"key": shape_key(q, k, block_size), "default": default, "model": model, "lens": lens}
 
 

@@ -5,7 +5,7 @@ domain, so that exp2 needs no factor. A *partial* is (acc, high, total): `high` 
 (M, D) the weighted values and `total` (M,) the sum of the weights, both relative to it. That of no keys is
 (0, -inf, 0).
 
-Keys of one tile are named by a block id and a slot: element = block * stride_block + slot * stride_slot.
+Keys of one tile are named by block ids and slots: element = block * stride_block + slot * stride_slot.
 BLOCK_SIZE is that of a paged cache, or 0 when a sequence's keys lie in one run: a contiguous cache (block =
 its row, slot = key) or packed keys (block = 0, slot = first row of the sequence + key).
 
@@ -36,37 +36,43 @@ _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def places(table_row, run_block, run_slot, start, seen, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Block (int64) and slot of keys start .. start + BLOCK_N - 1; `start` is a multiple of BLOCK_N.
+    """Where keys start .. start + BLOCK_N - 1 lie: (block, base, lanes), slots being base + lanes.
 
-    Of the table only entries of keys that are `seen` (N,) are read, and at least one of them must be.
+    Block (int64) is one or (N,), base one slot, lanes (N,) the same for every tile. `start` is a multiple of
+    BLOCK_N. Of the table, entries of keys that are `seen` (N,) are read; there must be one at least.
     `run_block` (int64) and `run_slot` are for keys in one run (BLOCK_SIZE 0), `table_row` for the others.
     """
-    offsets = tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE == 0:
         block = run_block
-        slot = run_slot + start + offsets
+        base = run_slot + start
     elif BLOCK_SIZE >= BLOCK_N:  # the tile lies in one block
         block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
-        slot = start % BLOCK_SIZE + offsets
+        base = start % BLOCK_SIZE
     else:
-        keys = start + offsets
-        block = tl.load(table_row + keys // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        slot = keys % BLOCK_SIZE
-    return block, slot
+        entries = table_row + start // BLOCK_SIZE + lanes // BLOCK_SIZE
+        block = tl.load(entries, mask=seen, other=0).to(tl.int64)
+        base = start * 0
+        lanes = lanes % BLOCK_SIZE
+    return block, base, lanes
+
+
+@triton.jit
+def elements(block, base, lanes, stride_block, stride_slot):
+    """Elements (N,), counted from block 0, slot 0, at which what lies at those places begins."""
+    return (block * stride_block + base.to(tl.int64) * stride_slot) + lanes.to(tl.int64) * stride_slot
 
 
 @triton.jit
 def load_tile(
-    head, block, slot, seen, stride_block, stride_slot,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
+    rows, seen, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr
+):
     """Keys or values (N, BLOCK_D) in the dtype COMPUTE; 0 past HEAD_DIM and, if MASKED, where not `seen`.
 
-    `head` points at the head in block 0, slot 0. Without MASKED every key of the tile must be readable.
+    `rows` (N,) point at their first elements. Without MASKED every key of the tile must be readable.
     """
-    rows = block * stride_block + slot.to(tl.int64) * stride_slot
     dims = tl.arange(0, BLOCK_D)
-    addresses = head + rows[:, None] + dims[None, :]
+    addresses = rows[:, None] + dims[None, :]
     if MASKED:
         if HEAD_DIM == BLOCK_D:
             tile = tl.load(addresses, mask=seen[:, None], other=0.0)
@@ -80,9 +86,20 @@ def load_tile(
 
 
 @triton.jit
-def load_token_scales(head, block, slot, seen, stride_block, stride_slot):
-    """The scales (N,) of one tile; 1 where not `seen`, and for the scale 0 of a token that is all 0."""
-    scales = tl.load(head + block * stride_block + slot.to(tl.int64) * stride_slot, mask=seen, other=1.0)
+def load_token_scales(head, block, slot, seen, stride_block, stride_slot, SPREAD: tl.constexpr = False):
+    """The scales (N,) of one tile; 1 where not `seen`, and for the scale 0 of a token that is all 0.
+
+    SPREAD: each thread loads one. A vector smaller than the block of threads is otherwise loaded by every
+    thread that needs an element of it, many times over; one load for each thread is not taken apart so.
+    """
+    addresses = head + block * stride_block + slot.to(tl.int64) * stride_slot
+    if SPREAD:
+        COPIES: tl.constexpr = 256 // seen.shape[0]
+        same = tl.arange(0, COPIES)[None, :] * 0
+        scales = tl.load(addresses[:, None] + same, mask=seen[:, None] & (same == 0), other=1.0)
+        scales = tl.max(scales, 1)
+    else:
+        scales = tl.load(addresses, mask=seen, other=1.0)
     return tl.where(scales == 0.0, 1.0, scales)
 
 
@@ -139,7 +156,8 @@ def absorb(s, acc, high, total, scale, v_scales, PLAIN: tl.constexpr, MASKED: tl
         p = tl.exp2(s - base[:, None])
     shrink = tl.exp2(high - base)
     if v_scales is not None:
-        total = tl.fma(total, shrink, tl.sum(p / v_scales[None, :], 1))
+        inverse = tl.exp2(-tl.log2(v_scales))  # cheaper than a division, the logarithm is there already
+        total = tl.fma(total, shrink, tl.sum(p * inverse[None, :], 1))
     else:
         total = tl.fma(total, shrink, tl.sum(p, 1))
     return p, acc * shrink[:, None], new_high, total
