@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,18 @@ def test_closed_engine_says_so(folder: Path) -> None:
     llm.close()
     with pytest.raises(EngineError, match="closed"):
         llm.generate("a")
+
+
+def test_a_closed_engine_holds_neither_weights_nor_cache(folder: Path) -> None:
+    llm = LLM(folder, num_blocks=8)
+    ids(llm, "hello")
+    runner = llm.engine.runner
+    held = [weakref.ref(runner.model), *(weakref.ref(tensor) for tensor in runner.kv_cache.layers[0][:2])]
+    del runner
+    llm.close()
+    gc.collect()
+    assert [ref() for ref in held] == [None, None, None]
+    assert llm.stats().num_steps == 8
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
