@@ -30,19 +30,21 @@ from octavo.kernels.triton.sampling_parts import (
     MASS,
     ONE,
     OPEN,
+    OPTIONS,
     TALLY,
     draw_from_list,
     halfway,
-    key,
+    key_of,
     kth_key,
+    logprob_of,
     mass_key,
     mass_of,
-    point,
+    point_of,
     row_mass,
     row_options,
-    scale,
+    scale_of,
     scaled_up,
-    weight,
+    weight_of,
     without_late_ties,
 )
 from octavo.kernels.triton.sampling_search import search
@@ -59,7 +61,7 @@ _LAUNCH = {"choose_warps": 8, "at_once": 64, "search_warps": 16, "columns": 2048
 def _group_mass(x, highest, scale):
     """Sum of a group's weights in units of 2^-22, an int32: the same in any order."""
     # The sum of a weight and 2 has that unit; its bits less those of 2.0 are the weight in it.
-    units = (weight(x, highest[None, :, None], scale) + 2.0).to(tl.int32, bitcast=True) - 0x40000000
+    units = (weight_of(x, highest[None, :, None], scale) + 2.0).to(tl.int32, bitcast=True) - 0x40000000
     return tl.sum(tl.sum(units, axis=2), axis=0)
 
 
@@ -92,7 +94,7 @@ def _summarise(
     out = (row.to(tl.int64) * num_tiles + tile) * GROUPS + tl.arange(0, GROUPS)
     tl.store(group_max + out, highest)
     if temperature > 0:
-        tl.store(group_sum + out, _group_mass(x, highest, scale(temperature)))
+        tl.store(group_sum + out, _group_mass(x, highest, scale_of(temperature)))
     if raw_sum is not None:
         tl.store(raw_sum + out, _group_mass(x, highest, LOG2E))
 
@@ -120,14 +122,14 @@ def _draw_in_tile(
     ids = first + runs[:, None] * (GROUPS * VEC) + lanes[None, :]
     x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf"))
     highest = tl.max(x).to(tl.float32)
-    run_mass = tl.sum((weight(x.to(tl.float32), highest, scale) * ONE).to(tl.int64), axis=1)
+    run_mass = tl.sum((weight_of(x.to(tl.float32), highest, scale) * ONE).to(tl.int64), axis=1)
     total = tl.sum(run_mass)
     point = tl.minimum((fraction * total.to(tl.float64)).to(tl.int64), total - 1)
     run = tl.sum((tl.cumsum(run_mass, axis=0) <= point).to(tl.int32))
     point -= tl.sum(tl.where(runs < run, run_mass, 0))
     first += run * (GROUPS * VEC)
     x = tl.load(source + first + lanes, mask=first + lanes < vocab_size, other=-float("inf"))
-    ends = tl.cumsum((weight(x.to(tl.float32), highest, scale) * ONE).to(tl.int64), axis=0)
+    ends = tl.cumsum((weight_of(x.to(tl.float32), highest, scale) * ONE).to(tl.int64), axis=0)
     return first + tl.sum((ends <= point).to(tl.int32))
 
 
@@ -140,10 +142,10 @@ def _lowest_candidate(maxima, highest, likely, mass, total, scale, top_k, top_p,
     other group the mass beside its maximum or 63 tokens as likely as the key. With min_p alone each token
     tells for itself whether it is kept.
     """
-    keys = key(maxima)
+    keys = key_of(maxima)
     live = maxima > -float("inf")
     low = tl.min(tl.where(live, keys, 2147483647)).to(tl.int64)
-    high = key(highest).to(tl.int64) + 1
+    high = key_of(highest).to(tl.int64) + 1
     if top_k > 0:
         if tl.sum(live.to(tl.int32)) < top_k:
             low = high - high + LOWEST
@@ -192,7 +194,9 @@ def _gather(
     groups = tl.arange(0, ALL_GROUPS)
     # Read again, not handed down: registers are what keeps programs from running side by side.
     maxima = tl.load(own_max + groups, mask=groups < num_groups, other=-float("inf"))
-    live = (maxima > -float("inf")) & (key(maxima) >= lowest) & (weight(maxima, highest, scale) >= min_p)
+    live = (
+        (maxima > -float("inf")) & (key_of(maxima) >= lowest) & (weight_of(maxima, highest, scale) >= min_p)
+    )
     live_order = tl.cumsum(live.to(tl.int32), axis=0)
     num_live = tl.sum(live.to(tl.int32))
     tl.store(own_groups + live_order - 1, groups, mask=live)
@@ -207,7 +211,7 @@ def _gather(
         ids = ids + tl.arange(0, VEC)[None, None, :]
         inside = (ids < vocab_size) & (lanes < num_live)[:, None, None]
         x = tl.load(source + ids, mask=inside, other=-float("inf")).to(tl.float32)
-        kept = (x > -float("inf")) & (key(x) >= lowest) & (weight(x, highest, scale) >= min_p)
+        kept = (x > -float("inf")) & (key_of(x) >= lowest) & (weight_of(x, highest, scale) >= min_p)
         flags = tl.reshape(kept, (AT_ONCE * ROWS * VEC,))
         order = num_found + tl.cumsum(flags.to(tl.int32), axis=0) - 1
         fits = flags & (order < CANDIDATES)
@@ -228,10 +232,10 @@ def _choose_from_list(
     kept = lanes < num_found
     x = tl.load(own_logits + lanes, mask=kept, other=-float("inf"))
     ids = tl.load(own_ids + lanes, mask=kept, other=0)
-    keys = key(x)
-    packed = (weight(x, highest, scale) * ONE).to(tl.int64) + TALLY
+    keys = key_of(x)
+    packed = (weight_of(x, highest, scale) * ONE).to(tl.int64) + TALLY
     low = tl.min(tl.where(kept, keys, 2147483647)).to(tl.int64)
-    high = key(highest).to(tl.int64) + 1
+    high = key_of(highest).to(tl.int64) + 1
     if (top_k > 0) & (num_found > top_k):
         key = kth_key(keys, kept, top_k, low, high)
         num_ties = top_k - tl.sum((kept & (keys > key)).to(tl.int32))
@@ -252,11 +256,11 @@ def _choose_from_list(
         kept = without_late_ties(keys, ids, kept, key, num_ties, vocab_size)
         packed = tl.where(kept, packed, 0)
         mass_here = tl.sum(packed) & MASS
-    point = point(row, seeds, positions, mass_here)
+    point = point_of(row, seeds, positions, mass_here)
     return draw_from_list(ids, packed, point, vocab_size)
 
 
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=_OPTIONS)
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=OPTIONS)
 def _choose(
     logits,
     temperatures,
@@ -298,15 +302,15 @@ def _choose(
             tile = tl.min(tl.where(maxima == highest, groups // GROUPS, num_tiles))
             token = _first_in_tile(source, tile, highest, vocab_size, ROWS, GROUPS, VEC)
         else:
-            scale = scale(temperature)
+            scale = scale_of(temperature)
             top_k, top_p, min_p = row_options(row, top_ks, top_ps, min_ps, vocab_size)
             units = tl.load(group_sum + row.to(tl.int64) * num_groups + groups, mask=here, other=0)
-            likely = weight(maxima, highest, scale)
+            likely = weight_of(maxima, highest, scale)
             mass = row_mass(units, likely)
             total = tl.sum(mass)
             if (top_k == 0) & (top_p >= 1) & (min_p <= 0):
                 tile_mass = tl.sum(tl.reshape(mass, (ALL_GROUPS // GROUPS, GROUPS)), axis=1)
-                point = point(row, seeds, positions, total)
+                point = point_of(row, seeds, positions, total)
                 ends = tl.cumsum(tile_mass, axis=0)
                 tile = tl.sum((ends <= point).to(tl.int32))
                 tiles = tl.arange(0, ALL_GROUPS // GROUPS)
@@ -333,7 +337,7 @@ def _choose(
     if out_logprobs is not None:
         logprob = float("nan")
         if token >= 0:
-            logprob = logprob(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS)
+            logprob = logprob_of(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS)
         tl.store(out_logprobs + row, logprob)
 
 
@@ -386,8 +390,8 @@ def sample(
     if top_k is not None or top_p is not None or min_p is not None:
         search[(num_rows,)](
             logits, temperature, top_k, top_p, min_p, seeds, positions, group_max, group_sum, raw_sum,
-            ids, logprobs, logits.stride(0), vocab_size, num_tiles,
-            GROUPS=groups, ALL_GROUPS=all_groups, COLUMNS=_LAUNCH["columns"], DEPTH=4,
-            num_warps=_LAUNCH["search_warps"],
+            candidate_logits.view(torch.int32), candidate_ids, ids, logprobs, logits.stride(0), vocab_size,
+            num_tiles, GROUPS=groups, ALL_GROUPS=all_groups, CANDIDATES=MAX_CANDIDATES,
+            COLUMNS=_LAUNCH["columns"], DEPTH=4, num_warps=_LAUNCH["search_warps"],
         )  # fmt: skip
     return ids, logprobs
