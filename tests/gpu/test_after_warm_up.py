@@ -1,5 +1,8 @@
 """After warm-up nothing compiles, and a captured step serves other lengths. `octavo doctor` asks it, too."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from octavo.kernels import gpu_checks
@@ -7,14 +10,22 @@ from octavo.kernels import gpu_checks
 DEVICE = torch.device("cuda", 0)
 
 
-def test_nothing_compiles_after_warm_up() -> None:
-    _, late = gpu_checks.late_compiles(DEVICE)
-    assert [(made.kernel, made.key) for made in late] == []
+FP8 = {"cache_dtype": torch.float8_e4m3fn, "scales": "token"}
+MODELS: dict[str, dict[str, Any]] = {
+    "small": {},
+    "SmolLM2": {"num_heads": 9, "num_kv_heads": 3, "hidden_size": 576, "block_size": 64, "qk_norm": False},
+    "Qwen3": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 1024},
+    "windows": {"window_sizes": ((-1, -1), (1023, 0)), "softcap": 30.0, "sinks": True},
+    "fp8": FP8,
+    "int8": {"cache_dtype": torch.int8, "scales": "tensor", "dtype": torch.float16},
+    "invariant": {"batch_invariant": True},
+    "float32": {"dtype": torch.float32, "cache_dtype": torch.float32},
+}
 
 
-def test_nothing_compiles_for_an_odd_model() -> None:
-    shape = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "dtype": torch.float16, "block_size": 64}
-    _, late = gpu_checks.late_compiles(DEVICE, steps=60, **shape)
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_compiles_after_warm_up(model: str) -> None:
+    _, late = gpu_checks.late_compiles(DEVICE, steps=60, **MODELS[model])
     assert [(made.kernel, made.key) for made in late] == []
 
 

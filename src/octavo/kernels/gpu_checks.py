@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,16 @@ from octavo.kernels import backend
 
 if TYPE_CHECKING:
     from octavo.kernels.triton.monitor import Made
+    from octavo.kernels.triton.warm_up import ModelShape
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 4, 2, 64, 16
+_SMALL_MODEL: dict[str, Any] = {
+    "num_heads": _HEADS, "num_kv_heads": _KV_HEADS, "head_dim": _HEAD_DIM, "dtype": torch.bfloat16,
+    "cache_dtype": torch.bfloat16, "block_size": _BLOCK_SIZE, "max_num_seqs": 257,
+    "max_num_batched_tokens": 2048, "max_model_len": 40_000, "qk_norm": True, "hidden_size": 256,
+    "intermediate_size": 256, "vocab_size": 1000,
+}  # fmt: skip
+_CACHE_BLOCKS = 64  # of the sweep; tables name only the first
 
 
 def replay_error(device: torch.device) -> float:
@@ -92,60 +100,57 @@ class _Step:
         )  # fmt: skip
 
 
-def late_compiles(
-    device: torch.device,
-    *,
-    num_heads: int = _HEADS,
-    num_kv_heads: int = _KV_HEADS,
-    head_dim: int = _HEAD_DIM,
-    dtype: torch.dtype = torch.bfloat16,
-    block_size: int = _BLOCK_SIZE,
-    steps: int = 150,
-) -> tuple[list[Made], list[Made]]:
+def late_compiles(device: torch.device, *, steps: int = 150, **shape: Any) -> tuple[list[Made], list[Made]]:
     """What `warm_up` compiled or loaded, and what a sweep like serving compiled after it: nothing, if well.
 
     The sweep: batches of 1 to 257, chunks and decodes mixed, lengths to 40,000, odd and even numbers of
-    tokens, tensors and slices of tensors that begin anywhere.
+    tokens, tensors and slices of tensors that begin anywhere. `shape`: arguments of `warm_up`; what is not
+    said is that of a small model in bfloat16.
     """
     from octavo.kernels import warm_up
     from octavo.kernels.triton.monitor import watch
 
-    made = warm_up(
-        num_heads, num_kv_heads, head_dim, dtype, dtype, block_size, device,
-        max_num_seqs=257, max_num_batched_tokens=2048, max_model_len=40_000, qk_norm=True,
-        hidden_size=num_heads * head_dim, intermediate_size=256, vocab_size=1000,
-    )  # fmt: skip
+    shape = {**_SMALL_MODEL, **shape}
+    made = warm_up(**shape, device=device)
     with watch() as late, torch.inference_mode():
-        sweep = _Sweep(num_heads, num_kv_heads, head_dim, dtype, block_size, device)
-        for lens_q, lens_k, bound_k, offset in sweep.batches(steps):
-            sweep.step(lens_q, lens_k, bound_k, offset)
+        sweep = Sweep(model_shape(device, **shape))
+        for batch in sweep.batches(steps):
+            sweep.step(*batch)
         torch.accelerator.synchronize(device)
     return made, late
 
 
-class _Sweep:
+def model_shape(device: torch.device, **shape: Any) -> ModelShape:
+    """A model of these dimensions, of the small one's where nothing is said."""
+    from octavo.kernels.triton.warm_up import ModelShape
+
+    shape = {**_SMALL_MODEL, **shape}
+    rest = {
+        "rotary_dim": shape["head_dim"], "interleaved": False, "window_sizes": ((-1, -1),), "softcap": 0.0,
+        "sinks": False, "alibi": False, "scales": "none", "batch_invariant": False,
+        "logits_dtype": torch.float32,
+    }  # fmt: skip
+    return ModelShape(**{**rest, **shape}, device=device)
+
+
+class Sweep:
     """Random steps of one model's kernels."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        block_size: int,
-        device: torch.device,
-    ) -> None:
-        self.heads = [num_heads, num_kv_heads, num_kv_heads]
-        self.head_dim, self.dtype, self.block_size, self.device = head_dim, dtype, block_size, device
-        shape = (2, 64, block_size, num_kv_heads, head_dim)
-        self.k_cache, self.v_cache = torch.zeros(shape, dtype=dtype, device=device)
-        self.cos_sin = torch.zeros(40_000, head_dim, device=device)
-        self.head_weight = torch.ones(head_dim, dtype=dtype, device=device)
+    def __init__(self, model: ModelShape) -> None:
+        self.model = model
+        self.block_size, self.device = model.block_size, model.device
+        self.k_cache, self.v_cache = model.caches(_CACHE_BLOCKS)
+        self.scales = model.cache_scales(_CACHE_BLOCKS)
+        self.cos_sin = torch.zeros(model.max_model_len, model.rotary_dim, device=model.device)
+        weight = torch.ones(model.head_dim, dtype=model.dtype, device=model.device)
+        self.norms: dict[str, Any] = (
+            {"q_weight": weight, "k_weight": weight, "eps": 1e-6} if model.qk_norm else {}
+        )
 
     def batches(self, steps: int) -> Iterator[tuple[list[int], list[int], int, int]]:
         """Query lengths, key lengths, the bound of the latter, and where slices begin."""
         draw = random.Random(0)
-        most_keys = 64 * self.block_size
+        most_keys = _CACHE_BLOCKS * self.block_size
         for step in range(steps):
             batch = draw.choice((1, 2, 3, 7, 8, 16, 17, 64, 100, 129, 256, 257))
             lens_q = [1] * batch
@@ -168,38 +173,37 @@ class _Sweep:
             silu_and_mul,
         )
 
-        tokens, batch, device = sum(lens_q), len(lens_q), self.device
-        hidden = self.heads[0] * self.head_dim
-        x = torch.zeros((tokens + offset, hidden), dtype=self.dtype, device=device)[offset:]
-        x, residual = rms_norm(x, torch.ones(hidden, dtype=self.dtype, device=device), 1e-6, residual=x)
-        qkv = torch.zeros((tokens + offset, sum(self.heads), self.head_dim), dtype=self.dtype, device=device)
-        q, k, v = qkv[offset:].split_with_sizes(self.heads, dim=1)
+        model, tokens, batch = self.model, sum(lens_q), len(lens_q)
+        assert model.hidden_size is not None
+        assert model.intermediate_size is not None
+        assert model.vocab_size is not None
+        x = self._activations(tokens + offset, model.hidden_size)[offset:]
+        weight = self._activations(model.hidden_size)
+        x, _ = rms_norm(x, weight, 1e-6, residual=x)
+        q, k, v = (part[offset:] for part in model.qkv(tokens + offset))
         positions = self._zeros(tokens, offset)
         q = rotate_and_write_kv_cache(
             q, k, v, self.cos_sin, positions, self.k_cache, self.v_cache, positions - 1,
-            q_weight=self.head_weight, k_weight=self.head_weight, eps=1e-6,
+            interleaved=model.interleaved, **self.norms, **self.scales,
         )  # fmt: skip
         width = -(-bound_k // self.block_size)
-        table = torch.zeros((batch, width + offset), dtype=torch.int32, device=device)[:, offset:]
-        flash_attn_varlen_func(
-            q, self.k_cache, self.v_cache, self._sums(lens_q, offset), self._sums(lens_k, offset),
-            max(lens_q), bound_k, causal=True, block_table=table,
-        )  # fmt: skip
-        silu_and_mul(torch.zeros((tokens, 512), dtype=self.dtype, device=device))
-        logits = torch.zeros((batch, 1000), device=device)
-        ones = torch.ones(batch + offset, device=device)[offset:]
+        table = torch.zeros((batch, width + offset), dtype=torch.int32, device=self.device)[:, offset:]
+        sums = self._sums(lens_q, offset), self._sums(lens_k, offset)
+        for window in model.window_sizes:
+            options = model.attention_options(window, _CACHE_BLOCKS)
+            flash_attn_varlen_func(
+                q, self.k_cache, self.v_cache, *sums, max(lens_q), bound_k, block_table=table, **options
+            )
+        silu_and_mul(self._activations(tokens, 2 * model.intermediate_size))
+        logits = torch.zeros((batch, model.vocab_size), dtype=model.logits_dtype, device=self.device)
+        ones = torch.ones(batch + offset, device=self.device)[offset:]
         places = self._zeros(batch, offset)
-        sample(
-            logits,
-            temperature=ones,
-            top_k=places.int() + 5,
-            top_p=ones,
-            min_p=ones * 0,
-            seeds=places,
-            positions=places,
-        )
+        filters: dict[str, Any] = {"top_k": places.int() + 5, "top_p": ones, "min_p": ones * 0}
+        sample(logits, temperature=ones, seeds=places, positions=places, **filters)
         sample(logits, temperature=ones, seeds=places, positions=places)
-        del residual
+
+    def _activations(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.model.dtype, device=self.device)
 
     def _zeros(self, count: int, offset: int) -> Tensor:
         return torch.zeros(count + offset, dtype=torch.int64, device=self.device)[offset:]

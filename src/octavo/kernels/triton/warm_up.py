@@ -79,7 +79,7 @@ def warm_up(
     if device.type not in ("cuda", "xpu") or unfit_reason(device.type) is not None or is_interpreted():
         return []
     device = torch.empty(0, device=device).device  # with its index
-    model = _Model(
+    model = ModelShape(
         num_heads, num_kv_heads, head_dim, dtype, cache_dtype, block_size, device,
         max_num_seqs, max_num_batched_tokens, max_model_len,
         head_dim if rotary_dim is None else rotary_dim, interleaved, qk_norm, tuple(window_sizes), softcap,
@@ -92,7 +92,9 @@ def warm_up(
 
 
 @dataclass(frozen=True)
-class _Model:
+class ModelShape:
+    """The arguments of `warm_up`, and tensors of these dimensions."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -127,18 +129,33 @@ class _Model:
         shape = (num_tokens, sum(heads), self.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device).split_with_sizes(heads, dim=1)
 
-    def caches(self) -> tuple[Tensor, Tensor]:
-        shape = (2, self.block_size, self.num_kv_heads, self.head_dim)
+    def caches(self, num_blocks: int = 2) -> tuple[Tensor, Tensor]:
+        """K and V of one layer."""
+        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
         k_cache, v_cache = torch.zeros((2, *shape), device=self.device).to(self.cache_dtype)
         return k_cache, v_cache
 
-    def cache_scales(self) -> dict[str, Any]:
+    def cache_scales(self, num_blocks: int = 2) -> dict[str, Any]:
+        """The arguments k_scale and v_scale of every call that meets the caches."""
         if self.scales == "none":
             return {}
         if self.scales == "tensor":
             return {"k_scale": 1.0, "v_scale": 1.0}
-        ones = torch.ones((2, 2, self.block_size, self.num_kv_heads), device=self.device)
+        ones = torch.ones((2, num_blocks, self.block_size, self.num_kv_heads), device=self.device)
         return {"k_scale": ones[0], "v_scale": ones[1]}
+
+    def attention_options(self, window: tuple[int, int], num_blocks: int = 2) -> dict[str, Any]:
+        """What a layer gives `flash_attn_varlen_func` besides tensors and lengths."""
+        zeros = torch.zeros(self.num_heads, device=self.device)
+        return {
+            "causal": True,
+            "window_size": window,
+            "softcap": self.softcap,
+            "sinks": zeros if self.sinks else None,
+            "alibi_slopes": zeros if self.alibi else None,
+            "batch_invariant": self.batch_invariant,
+            **self.cache_scales(num_blocks),
+        }
 
 
 def _around_powers(largest: int) -> list[int]:
@@ -161,7 +178,7 @@ def _run_all(jobs: Iterator[Callable[[], object]], device: torch.device) -> None
             done.result()
 
 
-def _jobs(model: _Model) -> Iterator[Callable[[], object]]:
+def _jobs(model: ModelShape) -> Iterator[Callable[[], object]]:
     """Independent pieces of work, the slowest to compile first."""
     for window in model.window_sizes:
         yield functools.partial(_prefill, model, window)
@@ -174,7 +191,9 @@ def _jobs(model: _Model) -> Iterator[Callable[[], object]]:
     yield functools.partial(_small, model)
 
 
-def _attend(model: _Model, window: tuple[int, int], lens_q: list[int], bound_q: int, bound_k: int) -> None:
+def _attend(
+    model: ModelShape, window: tuple[int, int], lens_q: list[int], bound_q: int, bound_k: int
+) -> None:
     """Causal attention of new sequences, with the bounds of longer ones: grids follow the bounds."""
     from octavo.kernels import flash_attn_varlen_func
 
@@ -183,10 +202,6 @@ def _attend(model: _Model, window: tuple[int, int], lens_q: list[int], bound_q: 
     sums = torch.tensor([0, *lens_q], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(model.device)
     width = -(-max(model.max_model_len, bound_k) // model.block_size)
     table = torch.zeros((len(lens_q), width), dtype=torch.int32, device=model.device)
-    heads = model.num_heads
-    options = model.cache_scales()
-    if model.batch_invariant:
-        options["batch_invariant"] = True
     flash_attn_varlen_func(
         q,
         k_cache,
@@ -195,17 +210,12 @@ def _attend(model: _Model, window: tuple[int, int], lens_q: list[int], bound_q: 
         sums,
         bound_q,
         bound_k,
-        causal=True,
-        window_size=window,
-        softcap=model.softcap,
-        sinks=torch.zeros(heads, device=model.device) if model.sinks else None,
-        alibi_slopes=torch.zeros(heads, device=model.device) if model.alibi else None,
         block_table=table,
-        **options,
+        **model.attention_options(window),
     )
 
 
-def _decode(model: _Model, window: tuple[int, int], lengths: tuple[int, ...]) -> None:
+def _decode(model: ModelShape, window: tuple[int, int], lengths: tuple[int, ...]) -> None:
     bounds = _around_powers(model.max_model_len)
     for batch in _around_powers(model.max_num_seqs):
         for length in lengths:
@@ -216,7 +226,7 @@ def _decode(model: _Model, window: tuple[int, int], lengths: tuple[int, ...]) ->
                     _attend(model, window, lens_q, length, max(length, bound_k))
 
 
-def _prefill(model: _Model, window: tuple[int, int]) -> None:
+def _prefill(model: ModelShape, window: tuple[int, int]) -> None:
     longest = min(model.max_num_batched_tokens, model.max_model_len)
     for length in (size for size in _around_powers(longest) if size > _SHORT):
         for bound_k in {length, model.max_model_len}:
@@ -229,7 +239,7 @@ def _prefill(model: _Model, window: tuple[int, int]) -> None:
                 _attend(model, window, [length, *[1] * (batch - 1)], length, model.max_model_len)
 
 
-def _write(model: _Model) -> None:
+def _write(model: ModelShape) -> None:
     from octavo.kernels import rotate_and_write_kv_cache, write_kv_cache
 
     k_cache, v_cache = model.caches()
@@ -247,7 +257,7 @@ def _write(model: _Model) -> None:
             rotate_and_write_kv_cache(q, k, v, table, places, k_cache, v_cache, nowhere, **how)
 
 
-def _small(model: _Model) -> None:
+def _small(model: ModelShape) -> None:
     from octavo.kernels import rms_norm, silu_and_mul
 
     for num_tokens in model.token_counts():
@@ -262,7 +272,7 @@ def _small(model: _Model) -> None:
             )
 
 
-def _sample(model: _Model, *, with_filters: bool) -> None:
+def _sample(model: ModelShape, *, with_filters: bool) -> None:
     from octavo.kernels import sample
 
     assert model.vocab_size is not None
