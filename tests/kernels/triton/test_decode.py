@@ -155,12 +155,12 @@ def test_batch_invariant_agrees_with_exact_attention(case: Case) -> None:
 
 @triton.jit
 def _plan(
-    out, cu_seqlens_q, cu_seqlens_k, batch, ranks, least, tail, share,
+    out, cu_seqlens_q, cu_seqlens_k, batch, ranks, least,
     BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per rank: first unit, end, sequence of the first unit and where that begins, rank of the last unit."""
+    """Per rank: first unit, end, sequence of the first unit, where that begins, and all units."""
     rank = tl.program_id(0)
-    large, small, total = decode_plan.divide(
+    per, total = decode_plan.divide(
         cu_seqlens_q,
         cu_seqlens_k,
         None,
@@ -168,25 +168,22 @@ def _plan(
         batch,
         ranks,
         least,
-        tail,
-        share,
         2,
         16,
         16,
         BLOCK_B,
         ONE_BLOCK,
     )
-    unit = decode_plan.cut(rank, ranks, large, small)
-    end = tl.minimum(decode_plan.cut(rank + 1, ranks, large, small), total)
+    unit = rank * per
+    end = tl.minimum(unit + per, total)
     sequence, begin = decode_plan.sequence_of(
         cu_seqlens_q, cu_seqlens_k, None, None, batch, unit, 2, 16, 16, BLOCK_B, ONE_BLOCK
     )
-    tl.store(out + rank * 6, unit)
-    tl.store(out + rank * 6 + 1, end)
-    tl.store(out + rank * 6 + 2, sequence)
-    tl.store(out + rank * 6 + 3, begin)
-    tl.store(out + rank * 6 + 4, decode_plan.rank_of(end - 1, ranks, large, small))
-    tl.store(out + rank * 6 + 5, total)
+    tl.store(out + rank * 5, unit)
+    tl.store(out + rank * 5 + 1, end)
+    tl.store(out + rank * 5 + 2, sequence)
+    tl.store(out + rank * 5 + 3, begin)
+    tl.store(out + rank * 5 + 4, total)
 
 
 @pytest.mark.parametrize(
@@ -199,27 +196,26 @@ def _plan(
     ],
     ids=["ragged", "some are not decode's", "more than one look", "nothing to do"],
 )
-@pytest.mark.parametrize(("ranks", "least", "tail", "share"), [(4, 1, 0, 1), (4, 1, 6, 3), (9, 3, 4, 8)])
+@pytest.mark.parametrize(("ranks", "least"), [(4, 1), (9, 3)])
 def test_ranks_do_every_unit_once(
-    lens_q: tuple[int, ...], lens_k: tuple[int, ...], ranks: int, least: int, tail: int, share: int
+    lens_q: tuple[int, ...], lens_k: tuple[int, ...], ranks: int, least: int
 ) -> None:
     # Units of 16 keys, at least one per item; two heads per KV head fill a tile of 16 rows with 8 tokens.
     units = [
         max(1, math.ceil(n / 16)) if 1 <= rows <= 8 else 0 for rows, n in zip(lens_q, lens_k, strict=True)
     ]
-    out = torch.empty(ranks + tail, 6, dtype=torch.int32)
-    _plan[(ranks + tail,)](
-        out, prefix_sums(lens_q, "cpu"), prefix_sums(lens_k, "cpu"), len(lens_q), ranks, least, tail, share,
+    out = torch.empty(ranks, 5, dtype=torch.int32)
+    _plan[(ranks,)](
+        out, prefix_sums(lens_q, "cpu"), prefix_sums(lens_k, "cpu"), len(lens_q), ranks, least,
         BLOCK_B=16, ONE_BLOCK=len(lens_q) <= 16,
     )  # fmt: skip
     done: list[int] = []
-    for rank, (start, end, sequence, begin, last_by, total) in enumerate(out.tolist()):
+    for start, end, sequence, begin, total in out.tolist():
         assert total == sum(units)
         if start >= end:
             continue
         assert end - start >= min(least, total - start)
         assert begin == sum(units[:sequence])
         assert begin <= start < begin + units[sequence]
-        assert last_by == rank
         done.extend(range(start, end))
     assert done == list(range(sum(units)))

@@ -37,7 +37,7 @@ from octavo.kernels.triton.tuning import parameters
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: finite, so that it subtracts
-_PLAN = ("ranks", "least", "tail", "tail_share")
+_PLAN = ("ranks", "least")
 
 
 @triton.jit
@@ -107,12 +107,12 @@ def _decode(
     out_stride_token, out_stride_head, lse_stride, table_stride, slopes_stride,
     k_scale_stride_block, k_scale_stride_slot, k_scale_stride_head,
     v_scale_stride_block, v_scale_stride_slot, v_scale_stride_head,
-    scale, softcap, value_scale, left, right, batch, ranks, least, tail, tail_share,
+    scale, softcap, value_scale, left, right, batch, ranks, least,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, SAME_STRIDES: tl.constexpr, PIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL == 2:
         tl.extra.cuda.gdc_wait()
@@ -121,12 +121,12 @@ def _decode(
     program = tl.program_id(0)
     kv_head = program % NUM_KV_HEADS
     rank = program // NUM_KV_HEADS
-    large, small, total_units = decode_plan.divide(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least, tail, tail_share,
+    per, total_units = decode_plan.divide(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least,
         GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
-    unit = decode_plan.cut(rank, ranks, large, small)
-    end = tl.minimum(decode_plan.cut(rank + 1, ranks, large, small), total_units)
+    unit = rank * per
+    end = tl.minimum(unit + per, total_units)
     b, begin = decode_plan.sequence_of(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK
     )
@@ -150,8 +150,11 @@ def _decode(
             begin += units
             b += 1
         else:
-            item = (unit - begin) // per_item
-            done = (unit - begin) % per_item
+            item = 0
+            done = unit - begin
+            if not ONE_ITEM:
+                item = done // per_item
+                done = done % per_item
             count = tl.minimum(per_item - done, end - unit)
             r = item * BLOCK_M + local
             token = r // GROUP
@@ -272,10 +275,10 @@ def _decode(
 @triton.jit(do_not_specialize=(*UNSPECIALISED, *_PLAN), do_not_specialize_on_alignment=UNALIGNED)
 def _merge_pieces(
     out, lse, piece_acc, piece_sums, cu_seqlens_q, cu_seqlens_k, leftpad, sinks, v_scale,
-    out_stride_token, out_stride_head, lse_stride, value_scale, left, batch, ranks, least, tail, tail_share,
+    out_stride_token, out_stride_head, lse_stride, value_scale, left, batch, ranks, least,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     V_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Merge BLOCK_R rows of the item that a rank was the first to cut, if there is one, PIECES at a time."""
@@ -284,12 +287,12 @@ def _merge_pieces(
     program = tl.program_id(0)
     kv_head = program % NUM_KV_HEADS
     rank = program // NUM_KV_HEADS
-    large, small, total_units = decode_plan.divide(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least, tail, tail_share,
+    per, total_units = decode_plan.divide(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least,
         GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
-    start = decode_plan.cut(rank, ranks, large, small)
-    end = decode_plan.cut(rank + 1, ranks, large, small)
+    start = rank * per
+    end = start + per
     # Its last item, when that goes on after it and did not come from before it.
     b, begin = decode_plan.sequence_of(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, end - 1,
@@ -298,12 +301,14 @@ def _merge_pieces(
     q_begin, q_len, _, _, _, per_item, _ = decode_plan.work(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, BLOCK_N
     )
-    item = (end - 1 - begin) // per_item
-    begin += item * per_item
+    item = 0
+    if not ONE_ITEM:
+        item = (end - 1 - begin) // per_item
+        begin += item * per_item
     if PDL > 0:
         tl.extra.cuda.gdc_wait()
     if (end < total_units) & (begin >= start) & (begin + per_item > end):
-        count = decode_plan.rank_of(begin + per_item - 1, ranks, large, small) - rank + 1
+        count = (begin + per_item - 1) // per - rank + 1
         local = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         dims = tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
@@ -386,19 +391,16 @@ def launch(facts: dict[str, Any], longest: int, max_seqlen_k: int, given: Mappin
     # The most units that a head can have, by what the caller promised.
     most = batch * triton.cdiv(packed, block_m) * max(1, triton.cdiv(max_seqlen_k, block_n))
     ranks = max(1, num_processors(device) * given["PROGRAMS"] // heads)
-    tail = ranks * given["TAIL_RANKS"]
-    if tail and most // given["TAIL"] // tail < 2 * least:
-        tail = 0
     ranks = min(ranks, triton.cdiv(most, least))
-    programs = (ranks + tail) * heads
+    programs = ranks * heads
     block_b = decode_plan.sequences_at_once(batch)
     pdl = given["PDL"] if nvidia else 0
     shared = {
         "piece_acc": torch.empty((2 * programs, rows, facts["BLOCK_D"]), dtype=torch.float32, device=device),
         "piece_sums": torch.empty((2 * programs, rows, 2), dtype=torch.float32, device=device),
-        "ranks": ranks, "least": least, "tail": tail, "tail_share": given["TAIL"], "PDL": pdl,
+        "ranks": ranks, "least": least, "PDL": pdl,
         "BLOCK_M": block_m, "BLOCK_N": block_n, "ROWS": rows,
-        "BLOCK_B": block_b, "ONE_BLOCK": batch <= block_b,
+        "BLOCK_B": block_b, "ONE_BLOCK": batch <= block_b, "ONE_ITEM": packed <= block_m,
     }  # fmt: skip
     options = {"maxnreg": given["maxnreg"]} if nvidia and given["maxnreg"] else {}
     if pdl == 2:
@@ -436,7 +438,7 @@ def default_parameters(q: Tensor, k: Tensor, longest: int) -> Mapping[str, int]:
     exact = q.dtype == torch.float32 or k.dtype == torch.float32
     return {
         "BLOCK_N": 32 if wide or large or exact else 64, "num_warps": 4, "num_stages": 2 if exact else 3,
-        "PROGRAMS": 2, "LEAST_KEYS": 128, "TAIL": 8, "TAIL_RANKS": 2, "maxnreg": 0, "PDL": 1, "PIN": 0, "MERGE_ROWS": 2, "MERGE_WARPS": 8,
+        "PROGRAMS": 2, "LEAST_KEYS": 128, "maxnreg": 0, "PDL": 2, "PIN": 1, "MERGE_ROWS": 1, "MERGE_WARPS": 4,
     }  # fmt: skip
 
 

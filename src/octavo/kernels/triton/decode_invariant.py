@@ -42,12 +42,12 @@ def _decode_chunks(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     rank = tl.program_id(0) // NUM_KV_HEADS
     ranks = tl.num_programs(0) // NUM_KV_HEADS
-    large, small, total_units = decode_plan.divide(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, 1, 0, 1,
+    per, total_units = decode_plan.divide(
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, 1,
         GROUP, _BLOCK_M, _CHUNK, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
-    unit = decode_plan.cut(rank, ranks, large, small)
-    end = tl.minimum(decode_plan.cut(rank + 1, ranks, large, small), total_units)
+    unit = rank * per
+    end = tl.minimum(unit + per, total_units)
     b, begin = decode_plan.sequence_of(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, _BLOCK_M, _CHUNK, BLOCK_B, ONE_BLOCK
     )

@@ -3,16 +3,14 @@
 Each KV head has the same number of programs, its *ranks*, and the programs of one rank do the same stretch of
 keys at the same time, each its head: together they read whole tokens. What a head has to do is counted in
 *units*: UNIT keys, at absolute positions, of one *item* (a sequence and BLOCK_M query rows). The units of all
-items lie end to end, and each rank takes a range of them::
+items lie end to end, and each rank takes an equal range of them::
 
       item 0                    item 1              item 2                      item 3
     | . . . . . . . . . . . . | . . . . . . . . . | . . . . . . . . . . . . . | . . . .
-    '----- rank 0 -----''------ rank 1 ----''------ rank 2 ----''- 3 -''- 4 -''- 5 -'
+    '----- rank 0 ----''----- rank 1 -----''----- rank 2 -----''----- rank 3 -----' ...
 
-The first ranks, as many as run side by side, take equal ranges that make up most of the work. The rest is cut
-finer, for whoever is done first: multiprocessors are not equally near to memory. No length is read by the host.
-
-A range cuts at most two items, its first and its last; what lies between is its own.
+so that all are busy equally long whatever the lengths are, and no length is read by the host. A range cuts at
+most two items, its first and its last; what lies between is its own.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -64,14 +62,14 @@ def all_units(
 
 @triton.jit
 def divide(
-    cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least, tail, tail_share,
+    cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How the units of a head are cut: (large, small, total), see `cut` and `rank_of`.
+    """The units of a rank, and of all together.
 
-    `ranks` take `large` units each, `tail` more ranks share what these leave, one part in `tail_share` of the
-    total, `small` units each. No range is under `least` units: cutting finer costs more in merging than it gains.
+    No range is under `least` units: cutting finer costs more in merging than it gains. BLOCK_B sequences are
+    looked at in one go; ONE_BLOCK says that these are all.
     """
     total = 0
     if ONE_BLOCK:
@@ -86,28 +84,7 @@ def divide(
                 ),
                 0,
             )
-    large = (total + ranks - 1) // ranks
-    small = least
-    if tail > 0:
-        left_over = total // tail_share
-        in_tail = (left_over + tail - 1) // tail
-        if in_tail >= 2 * least:
-            large = (total - left_over + ranks - 1) // ranks
-            small = in_tail
-    return tl.maximum(large, least), small, total
-
-
-@triton.jit
-def cut(rank, ranks, large, small):
-    """The first unit of a rank; the next rank's is where it ends."""
-    return tl.minimum(rank, ranks) * large + tl.maximum(rank - ranks, 0) * small
-
-
-@triton.jit
-def rank_of(unit, ranks, large, small):
-    """The rank that does a unit."""
-    in_tail = ranks + (unit - ranks * large) // small
-    return tl.where(unit < ranks * large, unit // large, in_tail)
+    return tl.maximum((total + ranks - 1) // ranks, least), total
 
 
 @triton.jit
