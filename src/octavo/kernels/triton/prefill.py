@@ -14,6 +14,7 @@ which masks every tile and merges a partial per chunk of keys; see `tiles.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import tiles
+from octavo.kernels.triton import is_interpreted, tiles
 from octavo.kernels.triton.attention_arguments import (
     UNALIGNED,
     UNSPECIALISED,
@@ -337,9 +338,7 @@ def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | 
     if num_long == 0:
         return
     chosen = given or _INVARIANT
-    options = dict(chosen)
-    if not options.get("maxnreg") or torch.version.hip is not None or q.device.type == "xpu":
-        options.pop("maxnreg", None)
+    options = {name: value for name, value in chosen.items() if value}  # no maxnreg is no option, not 0
     num_tiles = _most_tiles(num_rows * facts["GROUP"], num_long, chosen["BLOCK_M"])
     splits = _splits(num_tiles * num_kv_heads, max_seqlen_k, chosen, q.device) if given else 1
     partial_acc = partial_sums = None
@@ -386,23 +385,29 @@ def is_split(q: Tensor, k: Tensor, batch: int, max_seqlen_k: int, block_table: T
 
 
 def _parameters(q: Tensor, k: Tensor, block_size: int) -> Mapping[str, int]:
-    key = shape_key(q, k, block_size)
-    return parameters("prefill_attention", q.device, key, default_parameters(q, k, block_size))
+    default = default_parameters(q, k, block_size, is_hopper(q.device))
+    return parameters("prefill_attention", q.device, shape_key(q, k, block_size), default)
 
 
-def default_parameters(q: Tensor, k: Tensor, block_size: int) -> Mapping[str, int]:
-    """Launch parameters that fit every GPU from compute capability 8.0.
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether that is an NVIDIA GPU of compute capability 9.0."""
+    if is_interpreted() or device.type == "xpu" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device.index) == (9, 0)
 
-    128 registers: two programs then share a multiprocessor, and one multiplies while the other one is at its
-    softmax. That is worth more than the few numbers that no longer fit in registers.
+
+def default_parameters(q: Tensor, k: Tensor, block_size: int, hopper: bool) -> Mapping[str, int]:
+    """Launch parameters that fit every GPU from compute capability 8.0; some are better on a Hopper.
+
+    There 128 registers let two programs share a multiprocessor, and one multiplies while the other is at its
+    softmax. That is worth more than the few numbers that then no longer fit in registers.
     """
-    exact = q.dtype == torch.float32 or k.dtype == torch.float32
-    wide = q.shape[2] > 128
-    if exact:
-        return _point(16 if wide else 32, 32, 8, 2)
-    if wide:
-        return _point(128, 32, 8, 3)
-    if k.dtype != q.dtype:
+    if q.dtype == torch.float32 or k.dtype == torch.float32:
+        return _point(16 if q.shape[2] > 128 else 32, 32, 8, 2)
+    if q.shape[2] > 128:
+        return _point(64, 32, 8, 3)
+    if not hopper or k.dtype != q.dtype:
         return _point(128, 64, 8, 3)
     return _point(128, 64, 8, 2 if block_size == 0 else 3, 128)
 
