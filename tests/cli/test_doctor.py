@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.cli import doctor
+from octavo.cli import doctor, doctor_gpu
 from octavo.errors import ConfigError
 from octavo.kernels import backend
 
@@ -125,6 +125,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(doctor_gpu, "_hopper", lambda report, device: report.add("gpu", "prefill", "ok", ""))
     monkeypatch.setattr(
         backend,
         "self_check",
@@ -154,7 +156,7 @@ def test_a_gpu_is_examined(octavo, gpu):
     assert findings["rms_norm [triton]"]["detail"] == "used here"
     assert findings["sample [triton]"]["detail"] == "not here: its module does not import"
     assert findings["rms_norm [triton] bfloat16"]["status"] == "ok"
-    assert findings["CUDA graphs"]["status"] == "ok"
+    assert findings["CUDA graphs"]["status"] == findings["prefill"]["status"] == "ok"
     assert findings["compiled late"]["detail"].startswith(
         "warm-up made 1 (1 from disk); after it 0 in a sweep"
     )

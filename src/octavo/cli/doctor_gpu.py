@@ -27,6 +27,8 @@ def examine(report: Report) -> None:
         detail = f"worst error against the reference {check.worst_error:.1e}"
         report.add("gpu self-check", name, "ok" if check.ok else "trouble", detail, "" if check.ok else WRONG)
     if triton_room.unfit_reason("cuda") is None:
+        if torch.cuda.get_device_capability(device) == (9, 0):
+            _hopper(report, device)
         _graphs(report, device)
         _compiles(report, device)
     _rates(report, device)
@@ -65,6 +67,21 @@ def _kernels(report: Report) -> None:
             report.add("gpu kernels", name, "ok", "used here" if status.selected else "runs here")
         else:
             report.add("gpu kernels", name, "note", f"not here: {status.reason}")
+
+
+def _hopper(report: Report, device: torch.device) -> None:
+    """Whether the prefill kernel of this architecture runs for an ordinary model, or the one for every GPU."""
+    x = torch.zeros((16, 8, 128), dtype=torch.bfloat16, device=device)
+    try:
+        from octavo.kernels.triton import prefill_hopper
+    except (ImportError, AttributeError) as error:  # Gluon's names move with every release of Triton
+        reason: str | None = f"it does not import ({error})"
+    else:
+        reason = prefill_hopper.supports_hopper(x, x, x, None, x, softmax_scale=1.0)
+    if reason is None:
+        report.add("gpu", "prefill", "ok", "the kernel for Hopper")
+    else:
+        report.add("gpu", "prefill", "note", f"the kernel for every GPU; the one for Hopper: {reason}")
 
 
 def _graphs(report: Report, device: torch.device) -> None:
