@@ -72,7 +72,7 @@ def varlen_attention(
         hopper = _hopper()
         fits = (
             not isinstance(hopper, str)
-            and not prefill.is_split(q, k, batch, max_seqlen_k, block_table)
+            and not prefill.leaves_idle(q, k, batch, max_seqlen_k, block_table)
             and hopper.supports_hopper(
                 q, k, v, block_table, out, softmax_scale=softmax_scale, alibi_slopes=alibi_slopes,
                 sinks=sinks, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,

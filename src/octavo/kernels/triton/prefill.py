@@ -375,13 +375,15 @@ _COMBINE_FACTS = (
 )  # fmt: skip
 
 
-def is_split(q: Tensor, k: Tensor, batch: int, max_seqlen_k: int, block_table: Tensor | None) -> bool:
-    """Whether there are so few tiles that `prefill_attention` divides their keys."""
+def leaves_idle(q: Tensor, k: Tensor, batch: int, max_seqlen_k: int, block_table: Tensor | None) -> bool:
+    """Whether there are so few tiles, over so many keys, that a kernel which divides them is far faster."""
     given = _parameters(q, k, block_size_of(k, block_table))
     num_kv_heads = k.shape[-2]
     packed = q.shape[0] * q.shape[1] // num_kv_heads
-    num_tiles = _most_tiles(packed, _most_long(q.shape[0], batch), given["BLOCK_M"])
-    return num_tiles > 0 and _splits(num_tiles * num_kv_heads, max_seqlen_k, given, q.device) > 1
+    programs = _most_tiles(packed, _most_long(q.shape[0], batch), given["BLOCK_M"]) * num_kv_heads
+    if not 0 < 2 * programs <= num_processors(q.device):
+        return False
+    return _splits(programs, max_seqlen_k, given, q.device) > 1
 
 
 def _parameters(q: Tensor, k: Tensor, block_size: int) -> Mapping[str, int]:
