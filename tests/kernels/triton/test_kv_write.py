@@ -142,7 +142,7 @@ def test_any_shape(data: st.DataObject) -> None:
     both = room_for(num_blocks, block_size, heads, head_dim, cache_dtype)
     forms = ["number", "token"] if cache_dtype in QUANTISED else ["none"]
     forms = [data.draw(st.sampled_from(forms)) for _ in range(2)]
-    launch = {"BLOCK_ROWS": data.draw(st.sampled_from([1, 4, 32])), "num_warps": 1}
+    launch = {"BLOCK_ROWS": data.draw(st.sampled_from([1, 4, 32])), "num_warps": 1, "PDL": 1}
 
     def scales() -> list[object]:
         made = {"none": None, "number": 0.1, "token": torch.full((num_blocks, block_size, heads), -5.0)}

@@ -73,5 +73,5 @@ def test_strides() -> None:
 def test_any_shape_and_launch_parameters(rows: int, depth: int, dtype: torch.dtype, block_rows: int) -> None:
     x, weight = draw(rows, depth, dtype=dtype), draw(depth, dtype=dtype, seed=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "parameters", lambda *_: {"BLOCK_ROWS": block_rows, "num_warps": 1})
+        patch.setattr(tuning, "parameters", lambda *_: {"BLOCK_ROWS": block_rows, "num_warps": 1, "PDL": 1})
         assert_normalised(rms_norm(x, weight, 1e-6), x, weight)

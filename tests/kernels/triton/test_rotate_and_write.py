@@ -156,6 +156,7 @@ def test_any_shape_and_launch_parameters(data: st.DataObject) -> None:
         normed=data.draw(st.booleans()),
     )
     launch = {name: data.draw(st.sampled_from([1, 2, 8])) for name in ("BLOCK_H", "BLOCK_KVH", "BLOCK_T")}
+    launch |= {"num_warps": 1, "PDL": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "parameters", lambda *_: launch)
         assert_right(call | {"interleaved": data.draw(st.booleans())})

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import quantization, tuning
+from octavo.kernels.triton import dependent_launch, quantization, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,6 +36,15 @@ def place_of(slots, num_slots, block_size, BLOCK_SIZE: tl.constexpr):
     return slots // block_size, slots % block_size, inside
 
 
+@triton.jit
+def part(index, stride, ALIGN: tl.constexpr):
+    """index * stride, 64-bit, which the compiler is told is a multiple of ALIGN.
+
+    It is told of each part of an address: of their sum it would forget where a part turns out to be 0.
+    """
+    return tl.multiple_of(index.to(tl.int64) * stride, ALIGN)
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["slot_mapping"])
 def _write(
     k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, num_rows, num_slots, block_size,
@@ -45,26 +54,35 @@ def _write(
     k_scale_value, v_scale_value,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
-    FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr, LD: tl.constexpr = 1, ST: tl.constexpr = 0,
 ):  # fmt: skip
+    dependent_launch.begin(PDL)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    token, head = (rows // NUM_HEADS).to(tl.int64), (rows % NUM_HEADS).to(tl.int64)
+    token, head = rows // NUM_HEADS, rows % NUM_HEADS
     live = rows < num_rows
     slots = tl.load(slot_mapping + token, mask=live, other=-1)
 
     dims = tl.arange(0, BLOCK_D)[None, :]
     mask = live[:, None] & (dims < HEAD_DIM)
-    k_at = tl.multiple_of(token * k_token + head * k_head, ALIGN)
-    v_at = tl.multiple_of(token * v_token + head * v_head, ALIGN)
-    k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
-    v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
+    k_at = part(token, k_token, ALIGN) + part(head, k_head, ALIGN)
+    v_at = part(token, v_token, ALIGN) + part(head, v_head, ALIGN)
+    if LD == 1:
+        k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
+        v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
+    elif LD == 2:
+        k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0, cache_modifier=".cg")
+        v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0, cache_modifier=".cg")
+    else:
+        k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0)
+        v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0)
 
     block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
     mask = inside[:, None] & (dims < HEAD_DIM)
-    k_to = block * k_cache_block + offset * k_cache_slot + head * k_cache_head
-    v_to = block * v_cache_block + offset * v_cache_slot + head * v_cache_head
-    k_to = tl.multiple_of(k_to, CACHE_ALIGN)[:, None] + dims
-    v_to = tl.multiple_of(v_to, CACHE_ALIGN)[:, None] + dims
+    k_to = part(block, k_cache_block, CACHE_ALIGN) + part(offset, k_cache_slot, CACHE_ALIGN)
+    v_to = part(block, v_cache_block, CACHE_ALIGN) + part(offset, v_cache_slot, CACHE_ALIGN)
+    k_to = (k_to + part(head, k_cache_head, CACHE_ALIGN))[:, None] + dims
+    v_to = (v_to + part(head, v_cache_head, CACHE_ALIGN))[:, None] + dims
     k_highest, v_highest = 0.0, 0.0
     if K_SCALE == 3:
         k_highest = tl.max(quantization.magnitude(k_new.to(tl.float32)), 1)
@@ -74,8 +92,18 @@ def _write(
     v_scale_at = block * v_scale_block + offset * v_scale_slot + head * v_scale_head
     k_factor = quantization.factor(k_highest, k_scale, k_scale_at, inside, k_scale_value, FORM, K_SCALE, 1)
     v_factor = quantization.factor(v_highest, v_scale, v_scale_at, inside, v_scale_value, FORM, V_SCALE, 1)
-    quantization.store(k_cache, k_to, k_new, mask, k_factor, FORM)
-    quantization.store(v_cache, v_to, v_new, mask, v_factor, FORM)
+    if ST == 1:
+        tl.store(k_cache + k_to, k_new.to(k_cache.dtype.element_ty), mask=mask, cache_modifier=".cs")
+        tl.store(v_cache + v_to, v_new.to(k_cache.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    elif ST == 2:
+        tl.store(k_cache + k_to, k_new.to(k_cache.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        tl.store(v_cache + v_to, v_new.to(k_cache.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    elif ST == 3:
+        tl.store(k_cache + k_to, k_new.to(k_cache.dtype.element_ty), mask=mask, cache_modifier=".wt")
+        tl.store(v_cache + v_to, v_new.to(k_cache.dtype.element_ty), mask=mask, cache_modifier=".wt")
+    else:
+        quantization.store(k_cache, k_to, k_new, mask, k_factor, FORM)
+        quantization.store(v_cache, v_to, v_new, mask, v_factor, FORM)
 
 
 def supports(k_dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
@@ -106,13 +134,14 @@ def write_kv_cache(
     if num_rows == 0 or head_dim == 0 or k_cache.numel() == 0:
         return
     launch = parameters or tuning.parameters("write_kv_cache", k.device, *launch_class(k, k_cache))
+    options = dependent_launch.options(launch, k.device)
     block_rows = launch["BLOCK_ROWS"]
     cache, forms = cache_arguments(k_cache, v_cache, k_scale, v_scale)
     _write[triton.cdiv(num_rows, block_rows),](
         k, v, *cache[:4], slot_mapping, num_rows, *cache[4:6],
         *k.stride()[:2], *v.stride()[:2], *cache[6:],
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        ALIGN=alignment(k, v), **forms, **launch,
+        ALIGN=alignment(k, v), **forms, **options,
     )  # fmt: skip
 
 
@@ -121,8 +150,8 @@ def launch_class(k: Tensor, k_cache: Tensor) -> tuple[str, Parameters]:
     num_tokens, num_heads, head_dim = k.shape
     few = num_tokens * num_heads <= _FEW_ROWS
     key = f"{'few' if few else 'many'} D{head_dim} {k.element_size()} to {k_cache.element_size()} bytes"
-    rows = 32 if head_dim <= 64 else 16
-    return key, {"BLOCK_ROWS": rows // 2 if few else rows, "num_warps": 2 if few else 4}
+    rows = 16 if head_dim <= 64 else 8
+    return key, {"BLOCK_ROWS": rows, "num_warps": 4 if few else 2, "PDL": 1}
 
 
 def cache_arguments(

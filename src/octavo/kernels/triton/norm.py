@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import tuning
-from octavo.kernels.triton.kv_write import alignment
+from octavo.kernels.triton import dependent_launch, tuning
+from octavo.kernels.triton.kv_write import alignment, part
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -20,10 +20,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def _begin(row, inner, stride_outer, stride_inner, IS_GRID: tl.constexpr, ALIGN: tl.constexpr):
     """Elements (R, 1) at which rows begin."""
     if IS_GRID:
-        at = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
+        at = part(row // inner, stride_outer, ALIGN) + part(row % inner, stride_inner, ALIGN)
     else:
-        at = row.to(tl.int64) * stride_inner
-    return tl.multiple_of(at, ALIGN)[:, None]
+        at = part(row, stride_inner, ALIGN)
+    return at[:, None]
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner", "x_outer", "x_inner", "residual_outer", "residual_inner"])
@@ -31,12 +31,14 @@ def _norm(
     x, weight, out, residual, new_residual, eps,
     num_rows, inner, x_outer, x_inner, residual_outer, residual_inner,
     DEPTH: tl.constexpr, BLOCK_D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GRID: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    dependent_launch.begin(PDL)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = (row < num_rows)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     mask = live & (dims < DEPTH)
+    w = tl.load(weight + dims, mask=dims < DEPTH, other=0.0, eviction_policy="evict_last").to(tl.float32)
     at = _begin(row, inner, x_outer, x_inner, IS_GRID, ALIGN)
     wide = tl.load(x + (at + dims), mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     to = (row.to(tl.int64) * DEPTH)[:, None] + dims
@@ -46,7 +48,6 @@ def _norm(
         summed = (wide + added.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(new_residual + to, summed, mask=mask)
         wide = summed.to(tl.float32)
-    w = tl.load(weight + dims, mask=dims < DEPTH, other=0.0, eviction_policy="evict_last").to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) * (1.0 / DEPTH) + eps)
     tl.store(out + to, (wide * scale[:, None] * w).to(x.dtype.element_ty), mask=mask)
 
@@ -83,11 +84,12 @@ def rms_norm(
         inner = x.shape[1]
     num_rows = x.shape[0] * inner
     launch = parameters or tuning.parameters("rms_norm", x.device, *launch_class(x, residual))
+    options = dependent_launch.options(launch, x.device)
     _norm[triton.cdiv(num_rows, launch["BLOCK_ROWS"]),](
         x, weight, out, added, new_residual, float(eps),
         num_rows, inner, *x.stride()[:2], *added.stride()[:2],
         DEPTH=depth, BLOCK_D=triton.next_power_of_2(depth), HAS_RESIDUAL=residual is not None,
-        IS_GRID=x.shape[0] > 1, ALIGN=alignment(x, added), **launch,
+        IS_GRID=x.shape[0] > 1, ALIGN=alignment(x, added), **options,
     )  # fmt: skip
     return out, new_residual
 
@@ -109,4 +111,4 @@ def launch_class(x: Tensor, residual: Tensor | None) -> tuple[str, Parameters]:
     depth = x.shape[-1]
     block = triton.next_power_of_2(depth)
     key = f"D{depth} {x.element_size()} bytes{'' if residual is None else ' residual'}"
-    return key, {"BLOCK_ROWS": max(1, 1024 // block), "num_warps": min(16, max(2, block // 512))}
+    return key, {"BLOCK_ROWS": max(1, 1024 // block), "num_warps": min(16, max(2, block // 512)), "PDL": 1}

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import tuning
-from octavo.kernels.triton.kv_write import alignment
+from octavo.kernels.triton import dependent_launch, tuning
+from octavo.kernels.triton.kv_write import alignment, part
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -93,16 +93,15 @@ def _rotate(
     q, k, table, positions, num_tokens, num_positions, table_row, q_token, q_head, k_token, k_head,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
     INTERLEAVED: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    dependent_launch.begin(PDL)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
     group = tl.program_id(0) % (Q_GROUPS + KV_GROUPS)
     token = (tl.program_id(0) // (Q_GROUPS + KV_GROUPS)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
     position = tl.load(positions + token, mask=live, other=0)
-    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)
-
     if group < Q_GROUPS:
         x, stride_token, stride_head = q, q_token, q_head
         head = group * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -111,10 +110,10 @@ def _rotate(
         x, stride_token, stride_head = k, k_token, k_head
         head = (group - Q_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (head < NUM_KV_HEADS)[None, :] & live[:, None]
-    at = head.to(tl.int64)[None, :] * stride_head + token[:, None] * stride_token
-    at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
+    at = part(token, stride_token, ALIGN)[:, None, None] + part(head, stride_head, ALIGN)[None, :, None]
     mask = mask[:, :, None]
     first, second = load_pairs(x, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
+    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)
     first, second = turn(first, second, cos, sin)
     if INTERLEAVED:
         dims = tl.arange(0, 2 * BLOCK_R)[None, None, :]
@@ -151,6 +150,7 @@ def apply_rotary(
     if num_tokens == 0 or num_heads + num_kv_heads == 0 or rotary_dim == 0:
         return
     launch = parameters or tuning.parameters("apply_rotary", q.device, *launch_class(q, k))
+    options = dependent_launch.options(launch, q.device)
     block_h = launch["BLOCK_H"]
     groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     _rotate[triton.cdiv(num_tokens, launch["BLOCK_T"]) * groups,](
@@ -159,7 +159,7 @@ def apply_rotary(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=rotary_dim // 2,
         BLOCK_R=triton.next_power_of_2(rotary_dim // 2), INTERLEAVED=interleaved, ALIGN=alignment(q, k),
         TABLE_ALIGN=alignment(cos_sin_cache),
-        **launch,
+        **options,
     )  # fmt: skip
 
 
@@ -168,4 +168,4 @@ def launch_class(q: Tensor, k: Tensor) -> tuple[str, Parameters]:
     num_tokens, num_heads, head_dim = q.shape
     few = num_tokens * (num_heads + k.shape[1]) <= _FEW_ROWS
     key = f"{'few' if few else 'many'} H{num_heads}/{k.shape[1]} D{head_dim} {q.element_size()} bytes"
-    return key, {"BLOCK_H": 2 if few else 8, "BLOCK_T": 4, "num_warps": 1}
+    return key, {"BLOCK_H": 2 if few else 8, "BLOCK_T": 4, "num_warps": 1, "PDL": 1}

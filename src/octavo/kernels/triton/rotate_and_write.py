@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import kv_write, quantization, tuning
-from octavo.kernels.triton.kv_write import place_of
+from octavo.kernels.triton import dependent_launch, kv_write, quantization, tuning
+from octavo.kernels.triton.kv_write import part, place_of
 from octavo.kernels.triton.quantization import store
 from octavo.kernels.triton.rotary import join_pairs, load_angles, load_pairs, load_rest, turn
 from octavo.kernels.triton.tuning import Parameters
@@ -29,28 +29,61 @@ _VARYING = [
 
 
 @triton.jit
+def _load_weight(
+    weight, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """A norm's weight, cut like a head: (T, 1, R) twice, and (T, 1, BLOCK_REST).
+
+    Every token's threads load it for themselves, two-dimensional like the angles: as one row, or as a row of
+    a (T, H, R) tile, its own layout would be forced upon the heads, through shared memory.
+    """
+    row = tl.zeros((BLOCK_T, 1), tl.int32)
+    if INTERLEAVED:
+        dims = row + tl.arange(0, 2 * BLOCK_R)[None, :]
+        both = tl.load(weight + dims, mask=dims < 2 * HALF, other=0.0, eviction_policy="evict_last")
+        first, second = tl.split(tl.reshape(both, (BLOCK_T, BLOCK_R, 2)))
+    else:
+        dims = row + tl.arange(0, BLOCK_R)[None, :]
+        first = tl.load(weight + dims, mask=dims < HALF, other=0.0, eviction_policy="evict_last")
+        second = tl.load(weight + HALF + dims, mask=dims < HALF, other=0.0, eviction_policy="evict_last")
+    rest = first
+    if 2 * HALF < HEAD_DIM:
+        dims = 2 * HALF + row + tl.arange(0, BLOCK_REST)[None, :]
+        rest = tl.load(weight + dims, mask=dims < HEAD_DIM, other=0.0, eviction_policy="evict_last")
+    first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
+    return first[:, None, :], second[:, None, :], rest[:, None, :]
+
+
+@triton.jit
 def _turned(
-    x, at, mask, cos, sin, weight, eps, HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    x, at, mask, token, live, positions, num_positions, table, table_row, weight, eps,
+    HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, TABLE_ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Heads at elements `at`, normalised and turned, cut in three; without a rest that is anything."""
+    # All loads first, the one that waits for another's result last.
+    position = tl.load(positions + token, mask=live, other=0)
     first, second = load_pairs(x, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
     rest = first
     if 2 * HALF < HEAD_DIM:
         rest = load_rest(x, at, mask, HALF, HEAD_DIM, BLOCK_REST)
+    w_first, w_second, w_rest = 1.0, 1.0, 1.0
+    if HAS_NORM:
+        w_first, w_second, w_rest = _load_weight(
+            weight, HALF, HEAD_DIM, BLOCK_T, BLOCK_R, BLOCK_REST, INTERLEAVED
+        )
+    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)
     if HAS_NORM:
         squares = tl.sum(first * first + second * second, 2)
         if 2 * HALF < HEAD_DIM:
             squares += tl.sum(rest * rest, 2)
         scale = tl.rsqrt(squares * (1.0 / HEAD_DIM) + eps)[:, :, None]
-        # Every token's threads load the weight for themselves, in the layout of their heads.
-        zero = tl.zeros((BLOCK_T, 1, 1), tl.int64)
-        w_first, w_second = load_pairs(weight, zero, zero == 0, HALF, 1, BLOCK_T, BLOCK_R, INTERLEAVED)
         first = first * scale * w_first
         second = second * scale * w_second
         if 2 * HALF < HEAD_DIM:
-            rest = rest * scale * load_rest(weight, zero, zero == 0, HALF, HEAD_DIM, BLOCK_REST)
+            rest = rest * scale * w_rest
     first, second = turn(first, second, cos, sin)
     return first, second, rest
 
@@ -76,17 +109,16 @@ def _store_turned(
 
 @triton.jit
 def _queries(
-    q, q_out, head, token, live, cos, sin, q_weight, eps, q_token, q_head,
+    q, q_out, head, token, live, positions, num_positions, table, table_row, q_weight, eps, q_token, q_head,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    TABLE_ALIGN: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     mask = ((head < NUM_HEADS)[None, :] & live[:, None])[:, :, None]
-    at = head[None, :] * q_head + token[:, None] * q_token
-    at = tl.multiple_of(at, (ALIGN, ALIGN))[:, :, None]
+    at = part(token, q_token, ALIGN)[:, None, None] + part(head, q_head, ALIGN)[None, :, None]
     first, second, rest = _turned(
-        q, at, mask, cos, sin, q_weight, eps, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
-        INTERLEAVED, HAS_NORM,
+        q, at, mask, token, live, positions, num_positions, table, table_row, q_weight, eps,
+        HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM, TABLE_ALIGN,
     )  # fmt: skip
     to = ((token[:, None] * NUM_HEADS + head[None, :]) * HEAD_DIM)[:, :, None]
     _store_turned(
@@ -97,14 +129,16 @@ def _queries(
 
 @triton.jit
 def _keys_and_values(
-    k, v, head, token, live, cos, sin, k_weight, eps, k_token, k_head, v_token, v_head, slot_mapping,
+    k, v, head, token, live, positions, num_positions, table, table_row, k_weight, eps,
+    k_token, k_head, v_token, v_head, slot_mapping,
     k_cache, v_cache, k_scale, v_scale, num_slots, block_size,
     k_cache_block, k_cache_slot, k_cache_head, v_cache_block, v_cache_slot, v_cache_head,
     k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head,
     k_scale_value, v_scale_value,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
     FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -112,23 +146,21 @@ def _keys_and_values(
     wanted = (head < NUM_KV_HEADS)[None, :] & live[:, None]
     mask = wanted[:, :, None]
     dims = tl.arange(0, BLOCK_D)[None, None, :]
-    v_at = head[None, :] * v_head + token[:, None] * v_token
-    v_at = tl.multiple_of(v_at, (ALIGN, ALIGN))[:, :, None] + dims
+    v_at = part(token, v_token, ALIGN)[:, None, None] + part(head, v_head, ALIGN)[None, :, None] + dims
     values = tl.load(v + v_at, mask=mask & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first")
-    k_at = head[None, :] * k_head + token[:, None] * k_token
-    k_at = tl.multiple_of(k_at, (ALIGN, ALIGN))[:, :, None]
+    k_at = part(token, k_token, ALIGN)[:, None, None] + part(head, k_head, ALIGN)[None, :, None]
     first, second, rest = _turned(
-        k, k_at, mask, cos, sin, k_weight, eps, HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
-        INTERLEAVED, HAS_NORM,
+        k, k_at, mask, token, live, positions, num_positions, table, table_row, k_weight, eps,
+        HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM, TABLE_ALIGN,
     )  # fmt: skip
 
     block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
     wanted = wanted & inside[:, None]
     mask = wanted[:, :, None]
-    k_to = (block * k_cache_block + offset * k_cache_slot)[:, None] + head[None, :] * k_cache_head
-    v_to = (block * v_cache_block + offset * v_cache_slot)[:, None] + head[None, :] * v_cache_head
-    k_to = tl.multiple_of(k_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None]
-    v_to = tl.multiple_of(v_to, (CACHE_ALIGN, CACHE_ALIGN))[:, :, None] + dims
+    k_to = part(block, k_cache_block, CACHE_ALIGN) + part(offset, k_cache_slot, CACHE_ALIGN)
+    v_to = part(block, v_cache_block, CACHE_ALIGN) + part(offset, v_cache_slot, CACHE_ALIGN)
+    k_to = k_to[:, None, None] + part(head, k_cache_head, CACHE_ALIGN)[None, :, None]
+    v_to = v_to[:, None, None] + part(head, v_cache_head, CACHE_ALIGN)[None, :, None] + dims
     k_highest, v_highest = 0.0, 0.0
     if K_SCALE == 3:
         highest = tl.maximum(quantization.magnitude(first), quantization.magnitude(second))
@@ -161,32 +193,32 @@ def _rotate_and_write(
     HAS_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
     FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_KVH: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_KVH: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    dependent_launch.begin(PDL)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     GROUPS: tl.constexpr = Q_GROUPS + (NUM_KV_HEADS + BLOCK_KVH - 1) // BLOCK_KVH
     group = tl.program_id(0) % GROUPS
     token = (tl.program_id(0) // GROUPS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
-    position = tl.load(positions + token, mask=live, other=0)
-    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)
     if group < Q_GROUPS:
-        head = group * BLOCK_H + tl.arange(0, BLOCK_H)
+        head = (group * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
         _queries(
-            q, q_out, head.to(tl.int64), token, live, cos, sin, q_weight, eps, q_token, q_head,
-            NUM_HEADS, HEAD_DIM, HALF, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM, ALIGN, BLOCK_H, BLOCK_T,
+            q, q_out, head, token, live, positions, num_positions, table, table_row, q_weight, eps,
+            q_token, q_head, NUM_HEADS, HEAD_DIM, HALF, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM,
+            ALIGN, TABLE_ALIGN, BLOCK_H, BLOCK_T,
         )  # fmt: skip
     else:
-        kv_head = (group - Q_GROUPS) * BLOCK_KVH + tl.arange(0, BLOCK_KVH)
+        kv_head = ((group - Q_GROUPS) * BLOCK_KVH + tl.arange(0, BLOCK_KVH)).to(tl.int64)
         _keys_and_values(
-            k, v, kv_head.to(tl.int64), token, live, cos, sin, k_weight, eps,
+            k, v, kv_head, token, live, positions, num_positions, table, table_row, k_weight, eps,
             k_token, k_head, v_token, v_head, slot_mapping,
             k_cache, v_cache, k_scale, v_scale, num_slots, block_size,
             k_cache_block, k_cache_slot, k_cache_head, v_cache_block, v_cache_slot, v_cache_head,
             k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head,
             k_scale_value, v_scale_value,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_D, HALF, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM, BLOCK_SIZE,
-            ALIGN, CACHE_ALIGN, FORM, K_SCALE, V_SCALE, BLOCK_KVH, BLOCK_T,
+            ALIGN, TABLE_ALIGN, CACHE_ALIGN, FORM, K_SCALE, V_SCALE, BLOCK_KVH, BLOCK_T,
         )  # fmt: skip
 
 
@@ -224,6 +256,7 @@ def rotate_and_write_kv_cache(
     launch = parameters or tuning.parameters(
         "rotate_and_write_kv_cache", q.device, *launch_class(q, k, k_cache)
     )
+    options = dependent_launch.options(launch, q.device)
     groups = triton.cdiv(num_heads, launch["BLOCK_H"]) + triton.cdiv(num_kv_heads, launch["BLOCK_KVH"])
     programs = triton.cdiv(num_tokens, launch["BLOCK_T"]) * groups
     if programs == 0:
@@ -237,7 +270,7 @@ def rotate_and_write_kv_cache(
         BLOCK_D=triton.next_power_of_2(head_dim), HALF=half, BLOCK_R=triton.next_power_of_2(max(half, 1)),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), INTERLEAVED=interleaved,
         HAS_NORM=q_weight is not None, ALIGN=kv_write.alignment(q, k, v),
-        TABLE_ALIGN=kv_write.alignment(cos_sin_cache), **forms, **launch,
+        TABLE_ALIGN=kv_write.alignment(cos_sin_cache), **forms, **options,
     )  # fmt: skip
     return q_out
 
@@ -250,6 +283,6 @@ def launch_class(q: Tensor, k: Tensor, k_cache: Tensor) -> tuple[str, Parameters
         f"{'few' if few else 'many'} H{num_heads}/{k.shape[1]} D{head_dim} "
         f"{q.element_size()} to {k_cache.element_size()} bytes"
     )
-    if few:
-        return key, {"BLOCK_H": 2, "BLOCK_KVH": 1, "BLOCK_T": 4, "num_warps": 1}
-    return key, {"BLOCK_H": 4, "BLOCK_KVH": 2, "BLOCK_T": 4, "num_warps": 1}
+    if head_dim <= 64:
+        return key, {"BLOCK_H": 4, "BLOCK_KVH": 2, "BLOCK_T": 4, "num_warps": 1, "PDL": 1}
+    return key, {"BLOCK_H": 8, "BLOCK_KVH": 4, "BLOCK_T": 1, "num_warps": 1, "PDL": 1}
