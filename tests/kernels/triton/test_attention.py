@@ -35,6 +35,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ((3,), 500, ["decode"]),  # no more rows than that, whatever the bound says
         ((3, 4), 500, ["decode"]),
         ((5, 5), 500, ["decode", "prefill"]),  # lengths are not read: one of them might have all ten rows
+        ((20, 20, 20), 20, ["prefill"]),  # by the bound there is no room for a short one
+        ((20, 20, 20 - SHORT), 20, ["prefill"]),
+        ((20, 20, SHORT), 20, ["decode", "prefill"]),
+        ((20, 20, 20), 27, ["decode", "prefill"]),
         ((), 0, []),
         ((0, 0), 0, []),
     ],

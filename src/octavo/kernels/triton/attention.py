@@ -66,7 +66,7 @@ def varlen_attention(
         "k_scale": k_scale, "v_scale": v_scale, "leftpad": leftpad, "batch_invariant": batch_invariant,
     }  # fmt: skip
     seqlens = cu_seqlens_q, cu_seqlens_k, longest, max_seqlen_k
-    if longest <= SHORT or batch > 1:
+    if num_rows <= (batch - 1) * longest + SHORT:  # else all sequences must be longer to hold so many rows
         decode.decode_attention(q, k, v, *seqlens, **options)
     if longest > SHORT:
         hopper = _hopper()
