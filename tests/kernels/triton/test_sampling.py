@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.kernels import backend, sample
 from octavo.kernels.triton import sampling as triton_sampling
+from octavo.kernels.triton import tuning
 
 pytestmark = pytest.mark.usefixtures("triton_room")
 
@@ -18,8 +19,13 @@ ROWS = 6
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 groups a tile, and lists so short that most filtered rows are searched as a whole somewhere."""
     monkeypatch.setattr(triton_sampling, "TILE", 256)
-    monkeypatch.setattr(triton_sampling, "MAX_CANDIDATES", 32)
-    monkeypatch.setitem(triton_sampling._LAUNCH, "columns", 64)
+    launch(monkeypatch, candidates=32, few=16, columns=64)
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, **parameters: int) -> None:
+    for name, value in parameters.items():
+        monkeypatch.setitem(triton_sampling.DEFAULTS, name, value)
+    tuning.forget()
 
 
 def random_logits(size: int, *, dtype: torch.dtype = torch.float32, ties: bool = False) -> Tensor:
@@ -68,20 +74,23 @@ def test_sixteen_bit_logits(filters: str, dtype: torch.dtype) -> None:
 def test_of_equal_logits_the_lower_ids_are_kept(
     filters: str, candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_sampling, "MAX_CANDIDATES", candidates)
+    launch(monkeypatch, candidates=candidates)
     assert_equals_reference(random_logits(600, ties=True), options_of(filters))
     assert_equals_reference(torch.zeros(ROWS, 300), options_of(filters, seed=1))
 
 
 def test_the_way_a_row_takes_does_not_change_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list, a search of the whole row, other vectors of loads: integer sums agree to the bit."""
+    """Lists short and long, a search of the whole row, other loads: integer sums agree to the bit."""
     logits, options = random_logits(600), options_of("kpm")
     ids, logprobs = sample(logits, **options, return_logprobs=True)
-    monkeypatch.setattr(triton_sampling, "MAX_CANDIDATES", 1024)
-    listed = sample(logits, **options, return_logprobs=True)
+    others = []
+    for parameters in ({"candidates": 1024}, {"few": 1024}, {"few": 128, "stages": 1, "at_once": 2}):
+        launch(monkeypatch, **parameters)
+        others.append(sample(logits, **options, return_logprobs=True))
     wide = torch.full((ROWS, 601), 50.0)
     wide[:, :600] = logits
-    for other in (listed, sample(wide[:, :600], **options, return_logprobs=True)):
+    others.append(sample(wide[:, :600], **options, return_logprobs=True))
+    for other in others:
         assert other[0].equal(ids)
         assert other[1].equal(logprobs)
 

@@ -24,7 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.triton import tuning
+from octavo.kernels.triton.attention_arguments import num_processors
 from octavo.kernels.triton.sampling_parts import (
+    COUNT,
     LOG2E,
     LOWEST,
     MASS,
@@ -52,9 +55,18 @@ from octavo.kernels.triton.sampling_search import search
 # Logits of a tile. Part of the arithmetic (groups are made of its rows), not a tuning parameter.
 TILE = 8192
 GROUP = 64
-# Longest list of candidates; a row with more goes to `_search`. Packed counts need 11 bits.
-MAX_CANDIDATES = 1024
-_LAUNCH = {"choose_warps": 8, "at_once": 64, "search_warps": 16, "columns": 2048, "choose_registers": None}
+# Without a table for the GPU. Registers: so few that two programs of `_choose` share a multiprocessor.
+DEFAULTS = {
+    "stages": 2,
+    "programs": 4,
+    "choose_warps": 8,
+    "choose_registers": 128,
+    "at_once": 64,
+    "few": 128,
+    "candidates": 1024,
+    "search_warps": 16,
+    "columns": 2048,
+}
 
 
 @triton.jit
@@ -65,7 +77,10 @@ def _group_mass(x, highest, scale):
     return tl.sum(tl.sum(units, axis=2), axis=0)
 
 
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["temperatures"])
+@triton.jit(
+    do_not_specialize=["num_tiles", "num_units", "num_programs"],
+    do_not_specialize_on_alignment=["temperatures"],
+)
 def _summarise(
     logits,
     temperatures,
@@ -75,28 +90,31 @@ def _summarise(
     row_stride,
     vocab_size,
     num_tiles,
+    num_units,
+    num_programs,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     VEC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    row = program // num_tiles
-    tile = program % num_tiles
-    temperature = tl.load(temperatures + row)
-    ids = tl.arange(0, ROWS)[:, None] * (GROUPS * VEC) + tl.arange(0, GROUPS * VEC)[None, :]
-    ids += tile * (ROWS * GROUPS * VEC)
-    source = logits + row.to(tl.int64) * row_stride
-    x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    # Loaded as a matrix: a warp reads consecutive memory, and a thread's VEC x ROWS numbers are a group.
-    x = tl.reshape(x, (ROWS, GROUPS, VEC))
-    x = tl.where(x == x, x, float("inf"))  # NaN and +inf are equally bad
-    highest = tl.max(tl.max(x, axis=2), axis=0)
-    out = (row.to(tl.int64) * num_tiles + tile) * GROUPS + tl.arange(0, GROUPS)
-    tl.store(group_max + out, highest)
-    if temperature > 0:
-        tl.store(group_sum + out, _group_mass(x, highest, scale_of(temperature)))
-    if raw_sum is not None:
-        tl.store(raw_sum + out, _group_mass(x, highest, LOG2E))
+    # The next tile is on its way while this one is worked on.
+    for unit in tl.range(tl.program_id(0), num_units, num_programs, num_stages=STAGES):
+        row = tl.zeros((), tl.int64) + unit // num_tiles
+        temperature = tl.load(temperatures + row)
+        ids = tl.arange(0, ROWS)[:, None] * (GROUPS * VEC) + tl.arange(0, GROUPS * VEC)[None, :]
+        ids += (unit % num_tiles) * (ROWS * GROUPS * VEC)
+        source = logits + row * row_stride
+        x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+        # Loaded as a matrix: a warp reads consecutive memory, and a thread's VEC x ROWS numbers are a group.
+        x = tl.reshape(x, (ROWS, GROUPS, VEC))
+        x = tl.where(x == x, x, float("inf"))  # NaN and +inf are equally bad
+        highest = tl.max(tl.max(x, axis=2), axis=0)
+        out = (tl.zeros((), tl.int64) + unit) * GROUPS + tl.arange(0, GROUPS)
+        tl.store(group_max + out, highest)
+        if temperature > 0:
+            tl.store(group_sum + out, _group_mass(x, highest, scale_of(temperature)))
+        if raw_sum is not None:
+            tl.store(raw_sum + out, _group_mass(x, highest, LOG2E))
 
 
 @triton.jit
@@ -224,6 +242,46 @@ def _gather(
 
 
 @triton.jit
+def _choose_among_few(
+    own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p, row, seeds, positions,
+    vocab_size, FEW: tl.constexpr, PART: tl.constexpr = 16,
+):  # fmt: skip
+    """Compares each candidate with each other one instead of searching for the cuts."""
+    lanes = tl.arange(0, FEW)
+    here = lanes < num_found
+    x = tl.load(own_logits + lanes, mask=here, other=-float("inf"))
+    ids = tl.load(own_ids + lanes, mask=here, other=0)
+    order = _order(x, ids)
+    packed = tl.where(here, (weight_of(x, highest, scale) * ONE).to(tl.int64) + TALLY, 0)
+    ahead = tl.zeros((PART, FEW), tl.int64)
+    for start in range(0, FEW, PART):
+        others = start + tl.arange(0, PART)
+        is_there = others < num_found
+        other_x = tl.load(own_logits + others, mask=is_there, other=-float("inf"))
+        other_ids = tl.load(own_ids + others, mask=is_there, other=0)
+        other_packed = tl.where(is_there, (weight_of(other_x, highest, scale) * ONE).to(tl.int64) + TALLY, 0)
+        is_ahead = _order(other_x, other_ids)[:, None] > order[None, :]
+        ahead += tl.where(is_ahead, other_packed[:, None], 0)
+    ahead = tl.sum(ahead, axis=0)
+    if top_k > 0:
+        packed = tl.where((ahead >> COUNT) < top_k, packed, 0)
+    if top_p < 1:
+        mass_here = tl.sum(packed) & MASS
+        if (top_k > 0) | (min_p > 0):
+            total = mass_here
+        target = tl.minimum(scaled_up(top_p, total), mass_here)
+        packed = tl.where((ahead & MASS) < target, packed, 0)
+    point = point_of(row, seeds, positions, tl.sum(packed) & MASS)
+    return draw_from_list(ids, packed, point, vocab_size)
+
+
+@triton.jit
+def _order(x, ids):
+    """Larger for a larger logit, then for a lower id."""
+    return (key_of(x).to(tl.int64) << 32) - ids
+
+
+@triton.jit
 def _choose_from_list(
     own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p, row, seeds, positions,
     vocab_size, CANDIDATES: tl.constexpr,
@@ -285,6 +343,7 @@ def _choose(
     VEC: tl.constexpr,
     ALL_GROUPS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -328,7 +387,12 @@ def _choose(
                     own_groups, own_logits, own_ids, ROWS, GROUPS, VEC, ALL_GROUPS, CANDIDATES, AT_ONCE,
                 )  # fmt: skip
                 token = OPEN
-                if num_found <= CANDIDATES:
+                if num_found <= FEW:
+                    token = _choose_among_few(
+                        own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p,
+                        row, seeds, positions, vocab_size, FEW,
+                    )  # fmt: skip
+                elif num_found <= CANDIDATES:
                     token = _choose_from_list(
                         own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p,
                         row, seeds, positions, vocab_size, CANDIDATES,
@@ -365,6 +429,7 @@ def sample(
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if return_logprobs else None
     if num_rows == 0:
         return ids, logprobs
+    given = tuning.parameters("sample", device, str(logits.dtype).removeprefix("torch."), DEFAULTS)
     vec = 16 // logits.element_size()
     groups = TILE // GROUP
     num_tiles = triton.cdiv(vocab_size, TILE)
@@ -374,24 +439,30 @@ def sample(
     group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=device)
     group_sum = torch.empty_like(group_max, dtype=torch.int32)
     raw_sum = torch.empty_like(group_sum) if return_logprobs else None
-    _summarise[(num_rows * num_tiles,)](
-        logits, temperature, group_max, group_sum, raw_sum, logits.stride(0), vocab_size, num_tiles,
-        **shape, num_warps=4,
+    num_units = num_programs = num_rows * num_tiles
+    if given["stages"] > 1:
+        num_programs = min(num_units, given["programs"] * num_processors(device))
+    size = (logits.stride(0), vocab_size, num_tiles)
+    _summarise[(num_programs,)](
+        logits, temperature, group_max, group_sum, raw_sum, *size, num_units, num_programs,
+        **shape, STAGES=given["stages"], num_warps=4,
     )  # fmt: skip
+    candidates = given["candidates"]
     live_groups = torch.empty((num_rows, num_groups), dtype=torch.int32, device=device)
-    candidate_logits = torch.empty((num_rows, MAX_CANDIDATES), dtype=torch.float32, device=device)
-    candidate_ids = torch.empty((num_rows, MAX_CANDIDATES), dtype=torch.int32, device=device)
+    candidate_logits = torch.empty((num_rows, candidates), dtype=torch.float32, device=device)
+    candidate_ids = torch.empty((num_rows, candidates), dtype=torch.int32, device=device)
+    options = (temperature, top_k, top_p, min_p, seeds, positions)
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    limit = {"maxnreg": given["choose_registers"]} if is_nvidia else {}
     _choose[(num_rows,)](
-        logits, temperature, top_k, top_p, min_p, seeds, positions, group_max, group_sum, raw_sum,
-        live_groups, candidate_logits, candidate_ids, ids, logprobs, logits.stride(0), vocab_size, num_tiles,
-        **shape, ALL_GROUPS=all_groups, CANDIDATES=MAX_CANDIDATES, AT_ONCE=_LAUNCH["at_once"],
-        num_warps=_LAUNCH["choose_warps"], maxnreg=_LAUNCH["choose_registers"],
+        logits, *options, group_max, group_sum, raw_sum, live_groups, candidate_logits, candidate_ids,
+        ids, logprobs, *size, **shape, ALL_GROUPS=all_groups, CANDIDATES=candidates, FEW=given["few"],
+        AT_ONCE=given["at_once"], num_warps=given["choose_warps"], **limit,
     )  # fmt: skip
     if top_k is not None or top_p is not None or min_p is not None:
         search[(num_rows,)](
-            logits, temperature, top_k, top_p, min_p, seeds, positions, group_max, group_sum, raw_sum,
-            candidate_logits.view(torch.int32), candidate_ids, ids, logprobs, logits.stride(0), vocab_size,
-            num_tiles, GROUPS=groups, ALL_GROUPS=all_groups, CANDIDATES=MAX_CANDIDATES,
-            COLUMNS=_LAUNCH["columns"], DEPTH=4, num_warps=_LAUNCH["search_warps"],
+            logits, *options, group_max, group_sum, raw_sum, candidate_logits.view(torch.int32),
+            candidate_ids, ids, logprobs, *size, GROUPS=groups, ALL_GROUPS=all_groups, CANDIDATES=candidates,
+            COLUMNS=given["columns"], DEPTH=4, num_warps=given["search_warps"],
         )  # fmt: skip
     return ids, logprobs
