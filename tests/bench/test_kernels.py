@@ -69,6 +69,27 @@ def test_what_copies_is_held_against_the_copy_rate_and_an_empty_kernel():
     assert (copied.floor, tiny.floor) == (10.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "bar", "met"),
+    [
+        ({}, None, True),
+        ({"bar": 10.0}, 10.0, True),
+        ({"bar": 9.9}, 9.9, False),
+        ({"bar_over_floor": 1.9}, 9.5, False),  # the floor is 5 us
+        ({"bar_over_floor": 2.0}, 10.0, True),
+    ],
+)
+def test_a_bar_is_a_time_or_a_multiple_of_the_floor(options, bar, met):
+    (measured,) = bench().run([case(**options)])
+    assert (measured.bar, measured.meets_bar) == (bar, met)
+
+
+def test_a_bar_of_operations_is_the_least():
+    row = case("prefill/1x8", lambda memory: work(flops=4e9), unit="TFLOP/s", bar=401.0)
+    (measured,) = bench().run([row])
+    assert not measured.meets_bar
+
+
 @pytest.mark.parametrize("error", [0.5, math.inf, math.nan])
 def test_a_wrong_kernel_is_not_timed(clock, error):
     (measured,) = bench().run([case(build=lambda memory: work(error=error))])

@@ -39,6 +39,20 @@ class Measured:
     failure: str = ""
     point: Point | None = None
 
+    @property
+    def bar(self) -> float | None:
+        """What the project promises for this row, in its unit."""
+        if self.case.bar is None and self.case.bar_over_floor is not None:
+            return self.case.bar_over_floor * self.floor
+        return self.case.bar
+
+    @property
+    def meets_bar(self) -> bool:
+        """Whether it does; True where nothing is promised."""
+        if self.bar is None:
+            return True
+        return self.value <= self.bar if self.case.unit == "us" else self.value >= self.bar
+
     def row(self) -> Row:
         """As in a result file."""
         assert self.time is not None
@@ -48,8 +62,8 @@ class Measured:
             "spread": round(spread, 4),
             "error": float(f"{self.error:.2e}"),
         }
-        if self.case.bar is not None:
-            details["bar"] = self.case.bar
+        if self.bar is not None:
+            details["bar"] = round(self.bar, 2)
         if not self.time.is_graph:
             details["how"] = "launched one by one"
         better = "lower" if self.case.unit == "us" else "higher"

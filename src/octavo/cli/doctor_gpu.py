@@ -70,7 +70,7 @@ def _kernels(report: Report) -> None:
 
 
 def _hopper(report: Report, device: torch.device) -> None:
-    """Whether the prefill kernel of this architecture runs for an ordinary model, or the one for every GPU."""
+    """Which prefill kernel an ordinary model runs: that of this architecture, or the one for every GPU."""
     x = torch.zeros((16, 8, 128), dtype=torch.bfloat16, device=device)
     try:
         from octavo.kernels.triton import prefill_hopper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,9 +92,8 @@ def _line(row: Measured, width: int) -> str:
     of_bound = row.floor / row.value if row.case.unit == "us" else row.value / row.floor
     spread = (row.time.slowest_us - row.time.fastest_us) / row.time.median_us
     line = f"{name}  {number(row.value):>6} {row.case.unit:2}  {of_bound:>7.0%}  {spread:>6.1%}"
-    if row.case.bar is not None:
-        met = row.value <= row.case.bar if row.case.unit == "us" else row.value >= row.case.bar
-        line += f"  bar {number(row.case.bar)} {'met' if met else 'MISSED'}"
+    if row.bar is not None:
+        line += f"  bar {number(row.bar)} {'met' if row.meets_bar else 'MISSED'}"
     for peer, value in row.peers.items():
         ratio = value / row.value if row.case.unit == "us" else row.value / value
         line += f"  {peer} {number(value)} ({ratio:.2f}x)"
@@ -105,12 +103,8 @@ def _line(row: Measured, width: int) -> str:
 
 
 def _verdict(good: list[Measured], failed: list[Measured], asked: int, seconds: float) -> str:
-    with_bar = [row for row in good if row.case.bar is not None]
-    met = sum(
-        row.value <= row.case.bar if row.case.unit == "us" else row.value >= row.case.bar
-        for row in with_bar
-        if row.case.bar is not None and not math.isnan(row.value)
-    )
+    with_bar = [row for row in good if row.bar is not None]
+    met = sum(row.meets_bar for row in with_bar)
     text = f"{len(good)} rows in {seconds:.0f} s; {met} of {len(with_bar)} bars met"
     lost = asked - len(good) - len(failed)
     if failed:
