@@ -67,7 +67,8 @@ def warm_up(
             head).
         batch_invariant: as in `flash_attn_varlen_func`.
         hidden_size: for rms_norm.      intermediate_size: for silu_and_mul.
-        vocab_size, logits_dtype: for sample. None leaves that kernel out, as with the two sizes above.
+        vocab_size, logits_dtype: for sample, with all of top_k, top_p and min_p and with none (a subset is a
+            kernel of its own). None leaves that kernel out, as with the two sizes above.
 
     Returns:
         What had to be compiled or loaded from disk, for the log.
