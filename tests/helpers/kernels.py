@@ -12,10 +12,12 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from helpers import triton_here
 from torch import Tensor
 from torch.nn import functional
 
-IMPLEMENTATIONS = ("reference", "cpu")
+# Triton's take CPU tensors where it interprets them; on a GPU machine, tests/gpu has them compiled.
+IMPLEMENTATIONS = ("reference", "cpu", *(["triton"] if triton_here.interpreted() else []))
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import torch
 
@@ -40,3 +41,20 @@ def interpret_without_gpu() -> None:
     propagate, knobs.propagate_env = knobs.propagate_env, False
     knobs.runtime.interpret = True
     knobs.propagate_env = propagate
+    _round_to_bfloat16()
+
+
+def _round_to_bfloat16() -> None:
+    """GPUs round float32 to the nearest bfloat16; left to itself, the interpreter cuts it off."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    cut = interpreter.InterpreterBuilder.cast_impl
+
+    def cast(builder: object, source: Any, to: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+            return cut(builder, source, to)
+        rounded = torch.tensor(source.data).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+    interpreter.InterpreterBuilder.cast_impl = cast

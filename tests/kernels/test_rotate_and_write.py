@@ -56,6 +56,7 @@ def three_calls(given: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.rooms("reference", "cpu")  # Triton's is one launch, and rounds less
 def test_is_the_three_calls_to_the_bit(
     implementation: str, dtype: torch.dtype, cache_dtype: torch.dtype, normed: bool, interleaved: bool
 ) -> None:
