@@ -68,6 +68,17 @@ def test_an_examination_that_dies_is_a_finding(octavo, monkeypatch):
     assert findings[0]["detail"] == "OSError: libgomp.so.1: cannot open shared object file"
 
 
+def test_a_forced_room_that_lacks_a_kernel_is_noted(octavo, monkeypatch):
+    monkeypatch.setenv("OCTAVO_KERNELS", "cpu")
+    monkeypatch.setattr(backend, "_selected", {})
+    monkeypatch.setattr(backend, "self_check", lambda: [])
+    status, out, _ = octavo("doctor", "--json")
+    findings = {f["name"]: f for f in json.loads(out)["findings"]}
+    assert status == 0
+    assert findings["OCTAVO_KERNELS"]["status"] == "note"
+    assert findings["OCTAVO_KERNELS"]["detail"] == "cpu, which on the CPU cannot do sample"
+
+
 @pytest.mark.parametrize(("free", "status"), [(8 * 2**30, "ok"), (2**30, "note")])
 def test_little_memory_is_noted(monkeypatch, free, status):
     monkeypatch.setattr("octavo.cache.sizing.available_memory_bytes", lambda: free)

@@ -202,10 +202,10 @@ def _kernels(report: Report) -> None:
 
     statuses = backend.describe()
     used = {status.kernel for status in statuses if status.selected}
-    for kernel in dict.fromkeys(status.kernel for status in statuses):
-        if kernel not in used:
-            advice = "unset OCTAVO_KERNELS"
-            report.add("kernels", kernel, "trouble", "the room that OCTAVO_KERNELS forces lacks it", advice)
+    lacking = [kernel for kernel in dict.fromkeys(s.kernel for s in statuses) if kernel not in used]
+    if lacking:
+        detail = f"{backend.forced()}, which on the CPU cannot do {', '.join(lacking)}"
+        report.add("kernels", "OCTAVO_KERNELS", "note", detail, "unset it, unless every tensor is on a GPU")
     for status in statuses:
         name = f"{status.kernel} [{status.implementation}]"
         if status.available:
