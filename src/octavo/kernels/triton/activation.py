@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import dependent_launch, tuning
-from octavo.kernels.triton.kv_write import alignment, part
+from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -21,11 +20,11 @@ def _silu_and_mul(
     x, out, x_row,
     WIDTH: tl.constexpr, CHUNKS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    dependent_launch.begin(PDL)
+    launch.begin(PDL)
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     dims = tl.program_id(0) % CHUNKS * BLOCK_I + tl.arange(0, BLOCK_I)
     mask = dims < WIDTH
-    gate_row = x + part(row, x_row, ALIGN)
+    gate_row = x + launch.part(row, x_row, ALIGN)
     gate = tl.load(gate_row + dims, mask=mask, eviction_policy="evict_first").to(tl.float32)
     up = tl.load(gate_row + (WIDTH + dims), mask=mask, eviction_policy="evict_first").to(tl.float32)
     activated = gate / (1.0 + tl.exp(-gate)) * up
@@ -43,11 +42,11 @@ def silu_and_mul(x: Tensor, *, parameters: Parameters | None = None) -> Tensor:
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    launch = parameters or tuning.parameters("silu_and_mul", x.device, *launch_class(x))
-    options = dependent_launch.options(launch, x.device)
-    chunks = triton.cdiv(width, launch["BLOCK_I"])
+    parameters = parameters or tuning.parameters("silu_and_mul", x.device, *launch_class(x))
+    options = launch.options(parameters, x.device)
+    chunks = -(-width // parameters["BLOCK_I"])
     _silu_and_mul[num_rows * chunks,](
-        x, out, x.stride(0), WIDTH=width, CHUNKS=chunks, ALIGN=alignment(x), **options
+        x, out, x.stride(0), WIDTH=width, CHUNKS=chunks, ALIGN=launch.alignment(x), **options
     )
     return out
 
@@ -55,6 +54,6 @@ def silu_and_mul(x: Tensor, *, parameters: Parameters | None = None) -> Tensor:
 def launch_class(x: Tensor) -> tuple[str, Parameters]:
     """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
     width = x.shape[1] // 2
-    block = min(1024, triton.next_power_of_2(width))
-    parameters = {"BLOCK_I": block, "num_warps": max(1, block // 256), "PDL": 1}
-    return f"I{width} {x.element_size()} bytes", parameters
+    block = min(1024, launch.block_for(width))
+    given = {"BLOCK_I": block, "num_warps": max(1, block // 256), "PDL": 1}
+    return f"I{width} {x.element_size()} bytes", given

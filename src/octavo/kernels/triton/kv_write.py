@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import dependent_launch, quantization, tuning
+from octavo.kernels.triton import launch, quantization, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,15 +35,6 @@ def place_of(slots, num_slots, block_size, BLOCK_SIZE: tl.constexpr):
     return slots // block_size, slots % block_size, inside
 
 
-@triton.jit
-def part(index, stride, ALIGN: tl.constexpr):
-    """index * stride, 64-bit, which the compiler is told is a multiple of ALIGN.
-
-    It is told of each part of an address: of their sum it would forget where a part turns out to be 0.
-    """
-    return tl.multiple_of(index.to(tl.int64) * stride, ALIGN)
-
-
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["slot_mapping"])
 def _write(
     k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, num_rows, num_slots, block_size,
@@ -57,7 +47,7 @@ def _write(
     FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr, LD: tl.constexpr = 1, ST: tl.constexpr = 0,
 ):  # fmt: skip
-    dependent_launch.begin(PDL)
+    launch.begin(PDL)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
     live = rows < num_rows
@@ -65,8 +55,8 @@ def _write(
 
     dims = tl.arange(0, BLOCK_D)[None, :]
     mask = live[:, None] & (dims < HEAD_DIM)
-    k_at = part(token, k_token, ALIGN) + part(head, k_head, ALIGN)
-    v_at = part(token, v_token, ALIGN) + part(head, v_head, ALIGN)
+    k_at = launch.part(token, k_token, ALIGN) + launch.part(head, k_head, ALIGN)
+    v_at = launch.part(token, v_token, ALIGN) + launch.part(head, v_head, ALIGN)
     if LD == 1:
         k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
         v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
@@ -79,10 +69,10 @@ def _write(
 
     block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
     mask = inside[:, None] & (dims < HEAD_DIM)
-    k_to = part(block, k_cache_block, CACHE_ALIGN) + part(offset, k_cache_slot, CACHE_ALIGN)
-    v_to = part(block, v_cache_block, CACHE_ALIGN) + part(offset, v_cache_slot, CACHE_ALIGN)
-    k_to = (k_to + part(head, k_cache_head, CACHE_ALIGN))[:, None] + dims
-    v_to = (v_to + part(head, v_cache_head, CACHE_ALIGN))[:, None] + dims
+    k_to = launch.part(block, k_cache_block, CACHE_ALIGN) + launch.part(offset, k_cache_slot, CACHE_ALIGN)
+    v_to = launch.part(block, v_cache_block, CACHE_ALIGN) + launch.part(offset, v_cache_slot, CACHE_ALIGN)
+    k_to = (k_to + launch.part(head, k_cache_head, CACHE_ALIGN))[:, None] + dims
+    v_to = (v_to + launch.part(head, v_cache_head, CACHE_ALIGN))[:, None] + dims
     k_highest, v_highest = 0.0, 0.0
     if K_SCALE == 3:
         k_highest = tl.max(quantization.magnitude(k_new.to(tl.float32)), 1)
@@ -133,15 +123,15 @@ def write_kv_cache(
     num_rows = num_tokens * num_heads
     if num_rows == 0 or head_dim == 0 or k_cache.numel() == 0:
         return
-    launch = parameters or tuning.parameters("write_kv_cache", k.device, *launch_class(k, k_cache))
-    options = dependent_launch.options(launch, k.device)
-    block_rows = launch["BLOCK_ROWS"]
+    parameters = parameters or tuning.parameters("write_kv_cache", k.device, *launch_class(k, k_cache))
+    options = launch.options(parameters, k.device)
+    block_rows = parameters["BLOCK_ROWS"]
     cache, forms = cache_arguments(k_cache, v_cache, k_scale, v_scale)
-    _write[triton.cdiv(num_rows, block_rows),](
+    _write[-(-num_rows // block_rows),](
         k, v, *cache[:4], slot_mapping, num_rows, *cache[4:6],
         *k.stride()[:2], *v.stride()[:2], *cache[6:],
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        ALIGN=alignment(k, v), **forms, **options,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=launch.block_for(head_dim),
+        ALIGN=launch.alignment(k, v), **forms, **options,
     )  # fmt: skip
 
 
@@ -172,14 +162,6 @@ def cache_arguments(
         *k_cache.stride()[:3], *v_cache.stride()[:3], *k_strides, *v_strides, k_value, v_value,
     ), {
         "BLOCK_SIZE": block_size if is_power else 0,
-        "CACHE_ALIGN": alignment(k_cache, v_cache),
+        "CACHE_ALIGN": launch.alignment(k_cache, v_cache),
         "FORM": form, "K_SCALE": k_kind, "V_SCALE": v_kind,
     }  # fmt: skip
-
-
-def alignment(*tensors: Tensor) -> int:
-    """A power of two, at most 16, that divides every stride but the last of all of them, in elements.
-
-    The compiler is told of it; an integer argument tells only whether 16 divides it (120 it does not).
-    """
-    return math.gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))

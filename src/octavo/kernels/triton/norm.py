@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import dependent_launch, tuning
-from octavo.kernels.triton.kv_write import alignment, part
+from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -20,9 +19,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def _begin(row, inner, stride_outer, stride_inner, IS_GRID: tl.constexpr, ALIGN: tl.constexpr):
     """Elements (R, 1) at which rows begin."""
     if IS_GRID:
-        at = part(row // inner, stride_outer, ALIGN) + part(row % inner, stride_inner, ALIGN)
+        at = launch.part(row // inner, stride_outer, ALIGN) + launch.part(row % inner, stride_inner, ALIGN)
     else:
-        at = part(row, stride_inner, ALIGN)
+        at = launch.part(row, stride_inner, ALIGN)
     return at[:, None]
 
 
@@ -33,7 +32,7 @@ def _norm(
     DEPTH: tl.constexpr, BLOCK_D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GRID: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    dependent_launch.begin(PDL)
+    launch.begin(PDL)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = (row < num_rows)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
@@ -83,13 +82,13 @@ def rms_norm(
         x, added = x.reshape(1, -1, depth), added.reshape(1, -1, depth)
         inner = x.shape[1]
     num_rows = x.shape[0] * inner
-    launch = parameters or tuning.parameters("rms_norm", x.device, *launch_class(x, residual))
-    options = dependent_launch.options(launch, x.device)
-    _norm[triton.cdiv(num_rows, launch["BLOCK_ROWS"]),](
+    parameters = parameters or tuning.parameters("rms_norm", x.device, *launch_class(x, residual))
+    options = launch.options(parameters, x.device)
+    _norm[-(-num_rows // parameters["BLOCK_ROWS"]),](
         x, weight, out, added, new_residual, float(eps),
         num_rows, inner, *x.stride()[:2], *added.stride()[:2],
-        DEPTH=depth, BLOCK_D=triton.next_power_of_2(depth), HAS_RESIDUAL=residual is not None,
-        IS_GRID=x.shape[0] > 1, ALIGN=alignment(x, added), **options,
+        DEPTH=depth, BLOCK_D=launch.block_for(depth), HAS_RESIDUAL=residual is not None,
+        IS_GRID=x.shape[0] > 1, ALIGN=launch.alignment(x, added), **options,
     )  # fmt: skip
     return out, new_residual
 
@@ -109,6 +108,6 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
 def launch_class(x: Tensor, residual: Tensor | None) -> tuple[str, Parameters]:
     """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
     depth = x.shape[-1]
-    block = triton.next_power_of_2(depth)
+    block = launch.block_for(depth)
     key = f"D{depth} {x.element_size()} bytes{'' if residual is None else ' residual'}"
     return key, {"BLOCK_ROWS": max(1, 1024 // block), "num_warps": min(16, max(2, block // 512)), "PDL": 1}

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import dependent_launch, tuning
-from octavo.kernels.triton.kv_write import alignment, part
+from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -95,7 +94,7 @@ def _rotate(
     INTERLEAVED: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    dependent_launch.begin(PDL)
+    launch.begin(PDL)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
     group = tl.program_id(0) % (Q_GROUPS + KV_GROUPS)
@@ -110,7 +109,10 @@ def _rotate(
         x, stride_token, stride_head = k, k_token, k_head
         head = (group - Q_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (head < NUM_KV_HEADS)[None, :] & live[:, None]
-    at = part(token, stride_token, ALIGN)[:, None, None] + part(head, stride_head, ALIGN)[None, :, None]
+    at = (
+        launch.part(token, stride_token, ALIGN)[:, None, None]
+        + launch.part(head, stride_head, ALIGN)[None, :, None]
+    )
     mask = mask[:, :, None]
     first, second = load_pairs(x, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
     cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)
@@ -149,16 +151,16 @@ def apply_rotary(
     num_positions, rotary_dim = cos_sin_cache.shape
     if num_tokens == 0 or num_heads + num_kv_heads == 0 or rotary_dim == 0:
         return
-    launch = parameters or tuning.parameters("apply_rotary", q.device, *launch_class(q, k))
-    options = dependent_launch.options(launch, q.device)
-    block_h = launch["BLOCK_H"]
-    groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
-    _rotate[triton.cdiv(num_tokens, launch["BLOCK_T"]) * groups,](
+    parameters = parameters or tuning.parameters("apply_rotary", q.device, *launch_class(q, k))
+    options = launch.options(parameters, q.device)
+    block_h = parameters["BLOCK_H"]
+    groups = -(-num_heads // block_h) + -(-num_kv_heads // block_h)
+    _rotate[-(-num_tokens // parameters["BLOCK_T"]) * groups,](
         q, k, cos_sin_cache, positions, num_tokens, num_positions, cos_sin_cache.stride(0),
         *q.stride()[:2], *k.stride()[:2],
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=rotary_dim // 2,
-        BLOCK_R=triton.next_power_of_2(rotary_dim // 2), INTERLEAVED=interleaved, ALIGN=alignment(q, k),
-        TABLE_ALIGN=alignment(cos_sin_cache),
+        BLOCK_R=launch.block_for(rotary_dim // 2), INTERLEAVED=interleaved, ALIGN=launch.alignment(q, k),
+        TABLE_ALIGN=launch.alignment(cos_sin_cache),
         **options,
     )  # fmt: skip
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import dependent_launch, kv_write, quantization, tuning
-from octavo.kernels.triton.kv_write import part, place_of
+from octavo.kernels.triton import kv_write, launch, quantization, tuning
+from octavo.kernels.triton.kv_write import place_of
 from octavo.kernels.triton.quantization import store
 from octavo.kernels.triton.rotary import join_pairs, load_angles, load_pairs, load_rest, turn
 from octavo.kernels.triton.tuning import Parameters
@@ -115,7 +115,7 @@ def _queries(
     TABLE_ALIGN: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     mask = ((head < NUM_HEADS)[None, :] & live[:, None])[:, :, None]
-    at = part(token, q_token, ALIGN)[:, None, None] + part(head, q_head, ALIGN)[None, :, None]
+    at = launch.grid(token, q_token, head, q_head, ALIGN)
     first, second, rest = _turned(
         q, at, mask, token, live, positions, num_positions, table, table_row, q_weight, eps,
         HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM, TABLE_ALIGN,
@@ -146,9 +146,13 @@ def _keys_and_values(
     wanted = (head < NUM_KV_HEADS)[None, :] & live[:, None]
     mask = wanted[:, :, None]
     dims = tl.arange(0, BLOCK_D)[None, None, :]
-    v_at = part(token, v_token, ALIGN)[:, None, None] + part(head, v_head, ALIGN)[None, :, None] + dims
+    v_at = (
+        launch.part(token, v_token, ALIGN)[:, None, None]
+        + launch.part(head, v_head, ALIGN)[None, :, None]
+        + dims
+    )
     values = tl.load(v + v_at, mask=mask & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first")
-    k_at = part(token, k_token, ALIGN)[:, None, None] + part(head, k_head, ALIGN)[None, :, None]
+    k_at = launch.grid(token, k_token, head, k_head, ALIGN)
     first, second, rest = _turned(
         k, k_at, mask, token, live, positions, num_positions, table, table_row, k_weight, eps,
         HALF, HEAD_DIM, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM, TABLE_ALIGN,
@@ -157,10 +161,10 @@ def _keys_and_values(
     block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
     wanted = wanted & inside[:, None]
     mask = wanted[:, :, None]
-    k_to = part(block, k_cache_block, CACHE_ALIGN) + part(offset, k_cache_slot, CACHE_ALIGN)
-    v_to = part(block, v_cache_block, CACHE_ALIGN) + part(offset, v_cache_slot, CACHE_ALIGN)
-    k_to = k_to[:, None, None] + part(head, k_cache_head, CACHE_ALIGN)[None, :, None]
-    v_to = v_to[:, None, None] + part(head, v_cache_head, CACHE_ALIGN)[None, :, None] + dims
+    k_to = launch.part(block, k_cache_block, CACHE_ALIGN) + launch.part(offset, k_cache_slot, CACHE_ALIGN)
+    v_to = launch.part(block, v_cache_block, CACHE_ALIGN) + launch.part(offset, v_cache_slot, CACHE_ALIGN)
+    k_to = k_to[:, None, None] + launch.part(head, k_cache_head, CACHE_ALIGN)[None, :, None]
+    v_to = v_to[:, None, None] + launch.part(head, v_cache_head, CACHE_ALIGN)[None, :, None] + dims
     k_highest, v_highest = 0.0, 0.0
     if K_SCALE == 3:
         highest = tl.maximum(quantization.magnitude(first), quantization.magnitude(second))
@@ -195,7 +199,7 @@ def _rotate_and_write(
     FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_KVH: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    dependent_launch.begin(PDL)
+    launch.begin(PDL)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     GROUPS: tl.constexpr = Q_GROUPS + (NUM_KV_HEADS + BLOCK_KVH - 1) // BLOCK_KVH
     group = tl.program_id(0) % GROUPS
@@ -253,12 +257,12 @@ def rotate_and_write_kv_cache(
     num_kv_heads = k.shape[1]
     half = cos_sin_cache.shape[1] // 2
     q_out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    launch = parameters or tuning.parameters(
+    parameters = parameters or tuning.parameters(
         "rotate_and_write_kv_cache", q.device, *launch_class(q, k, k_cache)
     )
-    options = dependent_launch.options(launch, q.device)
-    groups = triton.cdiv(num_heads, launch["BLOCK_H"]) + triton.cdiv(num_kv_heads, launch["BLOCK_KVH"])
-    programs = triton.cdiv(num_tokens, launch["BLOCK_T"]) * groups
+    options = launch.options(parameters, q.device)
+    groups = -(-num_heads // parameters["BLOCK_H"]) + -(-num_kv_heads // parameters["BLOCK_KVH"])
+    programs = -(-num_tokens // parameters["BLOCK_T"]) * groups
     if programs == 0:
         return q_out
     cache, forms = kv_write.cache_arguments(k_cache, v_cache, k_scale, v_scale)
@@ -267,10 +271,10 @@ def rotate_and_write_kv_cache(
         num_tokens, cos_sin_cache.shape[0], cos_sin_cache.stride(0),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], slot_mapping, *cache,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim), HALF=half, BLOCK_R=triton.next_power_of_2(max(half, 1)),
-        BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), INTERLEAVED=interleaved,
-        HAS_NORM=q_weight is not None, ALIGN=kv_write.alignment(q, k, v),
-        TABLE_ALIGN=kv_write.alignment(cos_sin_cache), **forms, **options,
+        BLOCK_D=launch.block_for(head_dim), HALF=half, BLOCK_R=launch.block_for(half),
+        BLOCK_REST=launch.block_for(head_dim - 2 * half), INTERLEAVED=interleaved,
+        HAS_NORM=q_weight is not None, ALIGN=launch.alignment(q, k, v),
+        TABLE_ALIGN=launch.alignment(cos_sin_cache), **forms, **options,
     )  # fmt: skip
     return q_out
 

@@ -1,0 +1,75 @@
+"""What the small kernels share in being launched.
+
+Programmatic dependent launch (NVIDIA, from compute capability 9.0) lets a kernel get on its way while the one
+before it still runs: its programs start as soon as there is room for them and then wait for the kernels
+before them to end; nothing in memory is touched until then. In a chain of short kernels that hides the
+launches.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels import triton as room
+from octavo.kernels.triton.tuning import Parameters
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """First of all in a kernel: lets the next kernel get on its way, and waits for those before."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def part(index, stride, ALIGN: tl.constexpr):
+    """index * stride, 64-bit, which the compiler is told is a multiple of ALIGN.
+
+    It is told of each part of an address: of their sum it would forget where a part turns out to be 0.
+    """
+    return tl.multiple_of(index.to(tl.int64) * stride, ALIGN)
+
+
+@triton.jit
+def grid(rows, stride_row, columns, stride_column, ALIGN: tl.constexpr):
+    """rows * stride_row + columns * stride_column, (rows, columns, 1)."""
+    return part(rows, stride_row, ALIGN)[:, None, None] + part(columns, stride_column, ALIGN)[None, :, None]
+
+
+def alignment(*tensors: Tensor) -> int:
+    """A power of two, at most 16, that divides every stride but the last of all of them, in elements.
+
+    The compiler is told of it; an integer argument tells only whether 16 divides it (120 it does not).
+    """
+    return math.gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
+
+
+def block_for(size: int) -> int:
+    """The smallest power of two that is no smaller; 1 for nothing. (Triton's own takes a microsecond.)"""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def options(parameters: Parameters, device: torch.device) -> dict[str, int]:
+    """Launch parameters, whose PDL is 1 or 0, as a kernel is called with them on that device."""
+    if parameters["PDL"] and _launches_dependents(device):
+        return {**parameters, "launch_pdl": True}
+    return {**parameters, "PDL": 0}
+
+
+@functools.cache
+def _launches_dependents(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and not room.is_interpreted()
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
