@@ -167,7 +167,7 @@ def _lowest_candidate(maxima, highest, likely, mass, total, scale, top_k, top_p,
     if top_k > 0:
         if tl.sum(live.to(tl.int32)) < top_k:
             low = high - high + LOWEST
-        enough = top_k + top_k // 4 + 8
+        enough = top_k + top_k // 8 + 2
         while (high - low > 1) & (low > LOWEST):
             middle = halfway(low, high)
             count = tl.sum((live & (keys >= middle.to(tl.int32))).to(tl.int32))
