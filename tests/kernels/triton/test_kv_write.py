@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.kernels import backend, write_kv_cache
-from octavo.kernels.triton import quantization, tuning
+from octavo.kernels.triton import launch, quantization, tuning
 
 pytestmark = pytest.mark.usefixtures("triton_room")
 # The interpreter cuts bfloat16 off instead of rounding to it: tests/gpu has those conversions.
@@ -142,7 +142,7 @@ def test_any_shape(data: st.DataObject) -> None:
     both = room_for(num_blocks, block_size, heads, head_dim, cache_dtype)
     forms = ["number", "token"] if cache_dtype in QUANTISED else ["none"]
     forms = [data.draw(st.sampled_from(forms)) for _ in range(2)]
-    launch = {"BLOCK_ROWS": data.draw(st.sampled_from([1, 4, 32])), "num_warps": 1, "PDL": 1}
+    parameters = {"BLOCK_ROWS": data.draw(st.sampled_from([1, 4, 32])), "num_warps": 1, "PDL": 1}
 
     def scales() -> list[object]:
         made = {"none": None, "number": 0.1, "token": torch.full((num_blocks, block_size, heads), -5.0)}
@@ -150,8 +150,18 @@ def test_any_shape(data: st.DataObject) -> None:
 
     ours, right = scales(), scales()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "parameters", lambda *_: launch)
+        patch.setattr(tuning, "parameters", lambda *_: parameters)
         held = written("triton", k, v, both, mapping, tuple(ours))
     assert torch.equal(held, written("reference", k, v, both, mapping, tuple(right)))
     for a, b in zip(ours, right, strict=True):
         assert not isinstance(a, Tensor) or torch.equal(a, b)
+
+
+def test_blocks_and_alignment() -> None:
+    """Powers of two that hold a size; what divides all strides but the last, 16 at most."""
+    assert [launch.block_for(size) for size in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+    qkv = torch.empty(4, 6, 120)
+    assert launch.alignment(qkv) == 8
+    assert launch.alignment(qkv, torch.empty(4, 7, 33)) == 1
+    assert launch.alignment(torch.empty(3, 64), torch.empty(3, 256)) == 16
+    assert launch.options({"num_warps": 2, "PDL": 1}, qkv.device) == {"num_warps": 2, "PDL": 0}

@@ -109,10 +109,7 @@ def _rotate(
         x, stride_token, stride_head = k, k_token, k_head
         head = (group - Q_GROUPS) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (head < NUM_KV_HEADS)[None, :] & live[:, None]
-    at = (
-        launch.part(token, stride_token, ALIGN)[:, None, None]
-        + launch.part(head, stride_head, ALIGN)[None, :, None]
-    )
+    at = launch.grid(token, stride_token, head, stride_head, ALIGN)
     mask = mask[:, :, None]
     first, second = load_pairs(x, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
     cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)

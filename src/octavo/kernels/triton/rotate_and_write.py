@@ -146,11 +146,7 @@ def _keys_and_values(
     wanted = (head < NUM_KV_HEADS)[None, :] & live[:, None]
     mask = wanted[:, :, None]
     dims = tl.arange(0, BLOCK_D)[None, None, :]
-    v_at = (
-        launch.part(token, v_token, ALIGN)[:, None, None]
-        + launch.part(head, v_head, ALIGN)[None, :, None]
-        + dims
-    )
+    v_at = launch.grid(token, v_token, head, v_head, ALIGN) + dims
     values = tl.load(v + v_at, mask=mask & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first")
     k_at = launch.grid(token, k_token, head, k_head, ALIGN)
     first, second, rest = _turned(
