@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.bench import kernel_cases
-from octavo.bench.kernel_cases import AttentionShape, Memory, attention, cases, ragged_lengths
+from octavo.bench import kernel_work
+from octavo.bench.attention_work import AttentionShape, attention, attention_inputs, ragged_lengths
+from octavo.bench.kernel_cases import cases
+from octavo.bench.kernel_work import Memory
 
 HEADS = (4, 2, 64)
 
@@ -54,7 +56,7 @@ def test_bytes_and_operations_of_attention():
 
 def test_inputs_rotate_through_more_than_the_cache(memory):
     shape = AttentionShape((32,), 1, HEADS, 16)
-    inputs = kernel_cases.attention_inputs(shape, memory)
+    inputs = attention_inputs(shape, memory)
     assert inputs.sets * (shape.kv_bytes + shape.qo_bytes) >= memory.cold_bytes
     assert sorted(inputs.tables.reshape(-1).tolist()) == list(range(inputs.k.shape[0]))
 
@@ -71,14 +73,14 @@ WORK = {
     "fp8": functools.partial(attention, AttentionShape((40, 40), 1, HEADS, 16, "fp8")),
     "int8": functools.partial(attention, AttentionShape((40, 40), 1, HEADS, 16, "int8")),
     "invariant": functools.partial(attention, AttentionShape((40, 40), 1, HEADS, 16, batch_invariant=True)),
-    "write": functools.partial(kernel_cases.kv_write, 20, HEADS, 16, "bf16"),
-    "write fp8": functools.partial(kernel_cases.kv_write, 20, HEADS, 16, "fp8"),
-    "fused": functools.partial(kernel_cases.fused_write, 20, HEADS, 16, "bf16"),
-    "greedy": functools.partial(kernel_cases.sampling, 4, 500, "greedy"),
-    "drawn": functools.partial(kernel_cases.sampling, 4, 500, "top_k+top_p"),
-    "norm": functools.partial(kernel_cases.rms_norm, 4, 64, False),
-    "norm add": functools.partial(kernel_cases.rms_norm, 4, 64, True),
-    "silu": functools.partial(kernel_cases.silu_and_mul, 4, 64),
+    "write": functools.partial(kernel_work.kv_write, 20, HEADS, 16, "bf16"),
+    "write fp8": functools.partial(kernel_work.kv_write, 20, HEADS, 16, "fp8"),
+    "fused": functools.partial(kernel_work.fused_write, 20, HEADS, 16, "bf16"),
+    "greedy": functools.partial(kernel_work.sampling, 4, 500, "greedy"),
+    "drawn": functools.partial(kernel_work.sampling, 4, 500, "top_k+top_p"),
+    "norm": functools.partial(kernel_work.rms_norm, 4, 64, False),
+    "norm add": functools.partial(kernel_work.rms_norm, 4, 64, True),
+    "silu": functools.partial(kernel_work.silu_and_mul, 4, 64),
 }
 
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from octavo.bench import kernels, peers
-from octavo.bench.kernel_cases import AttentionShape, Case, Memory, Work, attention
+from octavo.bench.attention_work import AttentionShape, attention
+from octavo.bench.kernel_cases import Case
+from octavo.bench.kernel_work import Memory, Work
 from octavo.bench.kernels import Bench, chosen
 from octavo.bench.peers import NotForThis, Peer
 from octavo.bench.roofline import Ceilings

@@ -112,7 +112,8 @@ def measured_elsewhere(monkeypatch):
     import torch
 
     from octavo.bench import kernels, report, roofline
-    from octavo.bench.kernel_cases import Case, Memory, Work
+    from octavo.bench.kernel_cases import Case
+    from octavo.bench.kernel_work import Memory, Work
     from octavo.bench.timing import GpuTime
     from octavo.cli import kernel_table
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from octavo.bench.kernel_cases import AttentionInputs, Case, Memory, Work, cases, relative_error
+from octavo.bench.attention_work import AttentionInputs
+from octavo.bench.kernel_cases import Case, cases
+from octavo.bench.kernel_work import Memory, Work, relative_error
 from octavo.bench.peers import DENSE, NotForThis, Peer, dense, usable
 from octavo.bench.report import Row
 from octavo.bench.roofline import Ceilings, Point, measure_ceilings

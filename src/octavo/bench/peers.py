@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.bench.kernel_cases import AttentionInputs, WriteInputs
+from octavo.bench.attention_work import AttentionInputs
+from octavo.bench.kernel_work import WriteInputs
 
 Call = Callable[[], Any]
 
