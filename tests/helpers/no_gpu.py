@@ -1,8 +1,8 @@
-"""A stand-in for a GPU: public calls on CPU tensors compile what they would launch there, and launch nothing.
+"""A stand-in for a GPU: public calls compile what they would launch there, and launch nothing.
 
 For a process of its own, in which Triton does not interpret: `with NoGpu(90) as gpu: call(...); gpu.take()`
-gives what the call launched. One architecture per process, as Triton remembers the first. What the calls
-return is whatever was in memory.
+gives what the call launched. One architecture per process, as Triton remembers the first. Inside the block
+every tensor says that it is on the GPU; what the calls return is whatever was in memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.compiler import CompiledKernel
@@ -96,6 +97,26 @@ class _Driver(DriverBase):
         return 0
 
 
+class _EverythingIsOnTheGpu(TorchFunctionMode):
+    """Tensors are on the CPU and say that they are not; new ones, asked for on the GPU, are there, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DEVICE_QUESTIONS:
+            return _DEVICE_QUESTIONS[func]
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        args = ["cpu" if isinstance(x, torch.device) and func is torch.Tensor.to else x for x in args]
+        return func(*args, **kwargs)
+
+
+_DEVICE_QUESTIONS: dict[Any, object] = {
+    torch.Tensor.device.__get__: torch.device("cuda", 0),
+    torch.Tensor.is_cpu.__get__: False,
+    torch.Tensor.is_cuda.__get__: True,
+}
+
+
 class NoGpu:
     def __init__(self, arch: int) -> None:
         name, multiprocessors, shared = GPUS[arch]
@@ -125,6 +146,8 @@ class NoGpu:
         self._undo.callback(driver.set_active, before)
         driver.set_active(_Driver(self))
         answers = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
             "get_device_properties": lambda *_: self.properties,
             "get_device_capability": lambda *_: (self.arch // 10, self.arch % 10),
             "get_device_name": lambda *_: self.properties.name,
@@ -140,6 +163,7 @@ class NoGpu:
 
         self._undo.enter_context(mock.patch.object(CompiledKernel, "__init__", remember))
         self._undo.enter_context(backend.use("triton"))
+        self._undo.enter_context(_EverythingIsOnTheGpu())
         return self
 
     def __exit__(self, *_: object) -> None:
