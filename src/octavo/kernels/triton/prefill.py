@@ -37,6 +37,8 @@ from octavo.kernels.triton.tuning import parameters
 _SHORT: tl.constexpr = tl.constexpr(tiles.SHORT)
 _CHUNK: tl.constexpr = tl.constexpr(tiles.INVARIANT_CHUNK)
 _SEQUENCES: tl.constexpr = tl.constexpr(128)  # looked through at a time for the one a tile belongs to
+_absorb_tiles = tiles.absorb_tiles
+_store = tiles.store_rows
 _SECTION_BYTES = 32 << 20  # keys and values that the tiles of one section may share in the L2 cache
 
 
@@ -59,74 +61,6 @@ def _find_tile(cu_seqlens_q, batch, wanted, GROUP: tl.constexpr, BLOCK_M: tl.con
         ends_at += tl.sum(tl.where((ends > wanted) & (ends - own <= wanted), ends, 0), 0)
         num_tiles += tl.sum(own, 0)
     return sequence, ends_at - 1 - wanted
-
-
-@triton.jit
-def _absorb_tiles(
-    q, acc, high, total, from_tile, to_tile, num_left, skipped, keys_of, rows_of,
-    table_row, k_scale, v_scale, left, right, softcap, slopes,
-    MASKED: tl.constexpr, PLAIN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SAME_STRIDES: tl.constexpr = False,
-):  # fmt: skip
-    """The partial after tiles from_tile .. to_tile - 1 of keys; from the `num_left`-th on, `skipped` further.
-
-    MASKED: not every row sees every key of them.
-    """
-    (
-        k, k_stride_block, k_stride_slot, v, v_stride_block, v_stride_slot, run_block, run_slot,
-        k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
-    ) = keys_of  # fmt: skip
-    positions, first, last, scale = rows_of
-    for i in range(from_tile, to_tile):
-        tile = i
-        if MASKED:
-            tile = tl.where(i < num_left, i, i + skipped)
-        start = tile * BLOCK_N
-        keys = start + tl.arange(0, BLOCK_N)
-        seen = (keys >= first) & (keys < last)
-        block, base, lanes = tiles.places(table_row, run_block, run_slot, start, seen, BLOCK_SIZE, BLOCK_N)
-        rows = tiles.elements(block, base, lanes, k_stride_block, k_stride_slot)
-        k_tile = tiles.load_tile(k + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
-        products = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
-        k_scales = None
-        v_scales = None
-        if k_scale is not None:
-            k_scales = tiles.load_token_scales(
-                k_scale, block, base + lanes, seen, k_scale_stride_block, k_scale_stride_slot, True
-            )
-        if v_scale is not None:
-            v_scales = tiles.load_token_scales(
-                v_scale, block, base + lanes, seen, v_scale_stride_block, v_scale_stride_slot, True
-            )
-        s = tiles.scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales, PLAIN)
-        if MASKED:
-            mask = tiles.visible(positions, keys, first, last, left, right)
-            s = tl.where(mask, s, float("-inf"))
-        p, acc, high, total = tiles.absorb(s, acc, high, total, scale, v_scales, PLAIN, MASKED)
-        if not SAME_STRIDES:
-            rows = tiles.elements(block, base, lanes, v_stride_block, v_stride_slot)
-        v_tile = tiles.load_tile(v + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
-        acc = tl.dot(p.to(COMPUTE), v_tile, acc, input_precision="ieee")
-    return acc, high, total
-
-
-@triton.jit
-def _store(
-    acc, high, total, out, lse, sinks, value_scale, rows, heads, seen,
-    out_stride_token, out_stride_head, lse_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Output and LSE of the partials of all keys, for `rows` (M,) of the packed batch and their `heads`."""
-    sink = None
-    if sinks is not None:
-        sink = tl.load(sinks + heads)
-    result, lse_rows = tiles.finish(acc, high, total, sink, value_scale)
-    dims = tl.arange(0, BLOCK_D)
-    places = rows * out_stride_token + heads.to(tl.int64) * out_stride_head
-    mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out + places[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
-    if lse is not None:
-        tl.store(lse + heads.to(tl.int64) * lse_stride + rows, lse_rows, mask=seen)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
@@ -229,7 +163,7 @@ def _prefill(
         if INVARIANT:
             PER_CHUNK: tl.constexpr = _CHUNK // BLOCK_N
             for chunk in range(from_tile // PER_CHUNK, (to_tile + PER_CHUNK - 1) // PER_CHUNK):
-                chunk_acc, chunk_high, chunk_total = _absorb_tiles(
+                chunk_acc, chunk_high, chunk_total = tiles.absorb_tiles(
                     q_tile, tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
                     tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
                     tl.maximum(from_tile, chunk * PER_CHUNK), tl.minimum(to_tile, (chunk + 1) * PER_CHUNK),
@@ -239,13 +173,13 @@ def _prefill(
                 )  # fmt: skip
                 acc, high, total = tiles.merge(acc, high, total, chunk_acc, chunk_high, chunk_total)
         else:
-            acc, high, total = _absorb_tiles(
+            acc, high, total = tiles.absorb_tiles(
                 q_tile, acc, high, total, open_from, open_to, 0, 0, keys_of, rows_of,
                 table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
                 False, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N, SAME_STRIDES,
             )  # fmt: skip
             num_open = open_to - open_from
-            acc, high, total = _absorb_tiles(
+            acc, high, total = tiles.absorb_tiles(
                 q_tile, acc, high, total, from_tile, to_tile - num_open, open_from, num_open,
                 keys_of, rows_of, table_row, k_scale_head, v_scale_head, left, right, softcap, slopes,
                 True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N, SAME_STRIDES,
@@ -257,7 +191,7 @@ def _prefill(
             tl.store(partial_sums + flat * 2, high, mask=in_sequence)
             tl.store(partial_sums + flat * 2 + 1, total, mask=in_sequence)
         else:
-            _store(
+            tiles.store_rows(
                 acc, high, total, out, lse, sinks, value_scale, rows, heads, in_sequence,
                 out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
             )  # fmt: skip
@@ -283,7 +217,7 @@ def _combine(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         high = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        for split in range(num_splits):
+        for split in tl.range(0, num_splits, num_stages=4):
             flat = (split * num_rows.to(tl.int64) + rows) * (NUM_KV_HEADS * GROUP) + heads
             split_high = tl.load(partial_sums + flat * 2, mask=in_sequence, other=float("-inf"))
             split_total = tl.load(partial_sums + flat * 2 + 1, mask=in_sequence, other=0.0)
@@ -292,7 +226,7 @@ def _combine(
             acc, high, total = tiles.merge(acc, high, total, split_acc, split_high, split_total)
         if V_SCALES == 1:
             value_scale *= tl.load(v_scale)
-        _store(
+        tiles.store_rows(
             acc, high, total, out, lse, sinks, value_scale, rows, heads, in_sequence,
             out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
@@ -358,7 +292,7 @@ def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | 
         _combine[(num_tiles * num_kv_heads,)](
             **{name: facts[name] for name in _COMBINE_FACTS}, partial_acc=partial_acc,
             partial_sums=partial_sums, num_rows=num_rows, num_tiles=num_tiles, num_splits=splits,
-            BLOCK_M=_COMBINED_ROWS, num_warps=4,
+            BLOCK_M=_COMBINED_ROWS, num_warps=2,
         )  # fmt: skip
 
 
@@ -368,7 +302,7 @@ _INVARIANT: Mapping[str, int] = {
     "num_warps": 4,
     "num_stages": 3,
 }
-_COMBINED_ROWS = 16
+_COMBINED_ROWS = 4
 _COMBINE_FACTS = (
     "out", "lse", "cu_seqlens_q", "sinks", "v_scale", "out_stride_token", "out_stride_head", "lse_stride",
     "value_scale", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "BLOCK_D", "V_SCALES",

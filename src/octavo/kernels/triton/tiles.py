@@ -190,3 +190,71 @@ def finish(acc, high, total, sinks, value_scale):
     factor = value_scale * shrink / total
     lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * _LN_2)
     return acc * tl.where(empty, 0.0, factor)[:, None], lse
+
+
+@triton.jit
+def absorb_tiles(
+    q, acc, high, total, from_tile, to_tile, num_left, skipped, keys_of, rows_of,
+    table_row, k_scale, v_scale, left, right, softcap, slopes,
+    MASKED: tl.constexpr, PLAIN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SAME_STRIDES: tl.constexpr = False,
+):  # fmt: skip
+    """The partial after tiles from_tile .. to_tile - 1 of keys; from the `num_left`-th on, `skipped` further.
+
+    MASKED: not every row sees every key of them.
+    """
+    (
+        k, k_stride_block, k_stride_slot, v, v_stride_block, v_stride_slot, run_block, run_slot,
+        k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
+    ) = keys_of  # fmt: skip
+    positions, first, last, scale = rows_of
+    for i in range(from_tile, to_tile):
+        tile = i
+        if MASKED:
+            tile = tl.where(i < num_left, i, i + skipped)
+        start = tile * BLOCK_N
+        keys = start + tl.arange(0, BLOCK_N)
+        seen = (keys >= first) & (keys < last)
+        block, base, lanes = places(table_row, run_block, run_slot, start, seen, BLOCK_SIZE, BLOCK_N)
+        rows = elements(block, base, lanes, k_stride_block, k_stride_slot)
+        k_tile = load_tile(k + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
+        products = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
+        k_scales = None
+        v_scales = None
+        if k_scale is not None:
+            k_scales = load_token_scales(
+                k_scale, block, base + lanes, seen, k_scale_stride_block, k_scale_stride_slot, True
+            )
+        if v_scale is not None:
+            v_scales = load_token_scales(
+                v_scale, block, base + lanes, seen, v_scale_stride_block, v_scale_stride_slot, True
+            )
+        s = scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales, PLAIN)
+        if MASKED:
+            mask = visible(positions, keys, first, last, left, right)
+            s = tl.where(mask, s, float("-inf"))
+        p, acc, high, total = absorb(s, acc, high, total, scale, v_scales, PLAIN, MASKED)
+        if not SAME_STRIDES:
+            rows = elements(block, base, lanes, v_stride_block, v_stride_slot)
+        v_tile = load_tile(v + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
+        acc = tl.dot(p.to(COMPUTE), v_tile, acc, input_precision="ieee")
+    return acc, high, total
+
+
+@triton.jit
+def store_rows(
+    acc, high, total, out, lse, sinks, value_scale, rows, heads, seen,
+    out_stride_token, out_stride_head, lse_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Output and LSE of the partials of all keys, for `rows` (M,) of the packed batch and their `heads`."""
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + heads)
+    result, lse_rows = finish(acc, high, total, sink, value_scale)
+    dims = tl.arange(0, BLOCK_D)
+    starts = rows * out_stride_token + heads.to(tl.int64) * out_stride_head
+    mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + starts[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+    if lse is not None:
+        tl.store(lse + heads.to(tl.int64) * lse_stride + rows, lse_rows, mask=seen)
