@@ -51,35 +51,45 @@ def test_every_block_size_and_dtype(dtype: torch.dtype, block_size: int) -> None
     prepare(replace(MIXED, dtype=dtype, block_size=block_size), "cuda").check()
 
 
-@pytest.mark.parametrize("head_dim", [1, 8, 40, 59, 64, 80, 96, 111, 112, 120, 128, 160, 192, 224, 256])
-@pytest.mark.parametrize("block_size", [0, 16], ids=["packed", "paged"])
-def test_every_head_dim(path: str, block_size: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"),
+    [(d, 16) for d in (1, 8, 40, 59, 64, 80, 96, 111, 112, 120, 128, 160, 192, 224, 256)]
+    + [(d, 0) for d in (64, 80, 128, 256)],
+)
+def test_every_head_dim(path: str, head_dim: int, block_size: int) -> None:
     prepare(replace(SHORT[path], head_dim=head_dim, block_size=block_size), "cuda").check()
 
 
 @pytest.mark.parametrize(
-    "heads",
-    [(8, 8), (4, 2), (6, 2), (8, 2), (5, 1), (14, 2), (8, 1), (32, 2), (71, 1), (28, 4), (9, 3), (64, 8)],
-    ids=lambda heads: f"{heads[0]}over{heads[1]}",
-)
-@pytest.mark.parametrize("head_dim", [64, 128])
+    ("heads", "head_dim"),
+    [((8, 8), 64), ((4, 2), 128), ((6, 2), 64), ((8, 2), 128), ((5, 1), 64), ((14, 2), 128), ((8, 1), 64),
+     ((32, 2), 128), ((71, 1), 64), ((28, 4), 128), ((9, 3), 64), ((64, 8), 128)],
+    ids=str,
+)  # fmt: skip
 def test_every_head_ratio(path: str, heads: tuple[int, int], head_dim: int) -> None:
     prepare(replace(PATHS[path], heads=heads, head_dim=head_dim), "cuda").check()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("scales", ["none", "tensor", "token"])
-@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.int8], ids=["fp8", "int8"])
-def test_quantised_caches(path: str, cache_dtype: torch.dtype, scales: str, dtype: torch.dtype) -> None:
-    if cache_dtype == torch.int8 and scales == "none":
-        scales = "tensor"
-    case = replace(PATHS[path], cache_dtype=cache_dtype, scales=scales, dtype=dtype, head_dim=128)
-    prepare(case, "cuda").check()
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+QUANTISED = [(FP8, "none"), (FP8, "tensor"), (FP8, "token"), (INT8, "tensor"), (INT8, "token")]
+
+
+@pytest.mark.parametrize(("cache_dtype", "scales"), QUANTISED, ids=str)
+def test_quantised_caches(path: str, cache_dtype: torch.dtype, scales: str) -> None:
+    prepare(replace(PATHS[path], cache_dtype=cache_dtype, scales=scales, head_dim=128), "cuda").check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("cache_dtype", "scales"), QUANTISED, ids=str)
+def test_other_queries_over_quantised_caches(
+    dtype: torch.dtype, cache_dtype: torch.dtype, scales: str
+) -> None:
+    prepare(replace(MIXED, cache_dtype=cache_dtype, scales=scales, dtype=dtype), "cuda").check()
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_over_a_quantised_cache(path: str, options: dict) -> None:
-    case = replace(PATHS[path], cache_dtype=torch.float8_e4m3fn, scales="token", **options)
+    case = replace(PATHS[path], cache_dtype=FP8, scales="token", **options)
     prepare(case, "cuda").check()
 
 

@@ -40,10 +40,11 @@ class Batch:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> Batch:
-        rng = torch.Generator().manual_seed(seed)
-        q = torch.randn(sum(lens_q), heads[0], head_dim, generator=rng).to(dtype)
-        k = torch.randn(sum(lens_k), heads[1], head_dim, generator=rng).to(dtype)
-        v = torch.randn(sum(lens_k), heads[1], head_dim, generator=rng).to(dtype)
+        """Drawn on the CPU, so the same everywhere, and given on torch's default device."""
+        rng, device = torch.Generator().manual_seed(seed), torch.get_default_device()
+        shapes = ((sum(lens_q), heads[0]), (sum(lens_k), heads[1]), (sum(lens_k), heads[1]))
+        drawn = [torch.randn(*shape, head_dim, generator=rng, device="cpu") for shape in shapes]
+        q, k, v = (x.to(device, dtype) for x in drawn)
         return cls(lens_q, lens_k, q, k, v)
 
     @property
@@ -84,7 +85,8 @@ def page(batch: Batch, block_size: int, poison: float = math.nan, spare: int = 3
     """Lay the keys and values of `batch` into a cache, by hand and not through the kernel under test."""
     counts = [math.ceil(n / block_size) for n in batch.lens_k]
     num_blocks = sum(counts) + spare
-    free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+    rng = torch.Generator().manual_seed(seed)
+    free = torch.randperm(num_blocks, generator=rng, device="cpu").tolist()
     table = torch.full((len(counts), max(counts, default=0) + 1), -1, dtype=torch.int32)
     k_cache = torch.full((num_blocks, block_size, *batch.k.shape[1:]), poison, dtype=batch.k.dtype)
     v_cache = k_cache.clone()
@@ -103,12 +105,12 @@ def page(batch: Batch, block_size: int, poison: float = math.nan, spare: int = 3
 def visible(num_rows: int, num_keys: int, causal: bool, window: tuple[int, int] = (-1, -1)) -> Tensor:
     """The mask (rows, keys), written as the sentence that defines it."""
     left, right = window[0], 0 if causal else window[1]
-    mask = torch.zeros(num_rows, num_keys, dtype=torch.bool)
+    mask = torch.zeros(num_rows, num_keys, dtype=torch.bool, device="cpu")
     for i in range(num_rows):
         own = i + num_keys - num_rows
         for j in range(num_keys):
             mask[i, j] = (left < 0 or j >= own - left) and (right < 0 or j <= own + right)
-    return mask
+    return mask.to(torch.get_default_device())
 
 
 def sdpa(
