@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import tuning
+from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.attention_arguments import num_processors
+from octavo.kernels.triton.launch import begin
 from octavo.kernels.triton.sampling_parts import (
     COUNT,
     LOG2E,
@@ -51,12 +52,14 @@ from octavo.kernels.triton.sampling_parts import (
     without_late_ties,
 )
 from octavo.kernels.triton.sampling_search import search
+from octavo.kernels.triton.tuning import Parameters
 
 # Logits of a tile. Part of the arithmetic (groups are made of its rows), not a tuning parameter.
 TILE = 8192
 GROUP = 64
 # Without a table for the GPU. Registers: so few that two programs of `_choose` share a multiprocessor.
 DEFAULTS = {
+    "PDL": 1,
     "stages": 2,
     "programs": 4,
     "choose_warps": 8,
@@ -96,7 +99,9 @@ def _summarise(
     GROUPS: tl.constexpr,
     VEC: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     # The next tile is on its way while this one is worked on.
     for unit in tl.range(tl.program_id(0), num_units, num_programs, num_stages=STAGES):
         row = tl.zeros((), tl.int64) + unit // num_tiles
@@ -345,7 +350,9 @@ def _choose(
     CANDIDATES: tl.constexpr,
     FEW: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0)
     num_groups = num_tiles * GROUPS
     source = logits + row.to(tl.int64) * row_stride
@@ -405,6 +412,11 @@ def _choose(
         tl.store(out_logprobs + row, logprob)
 
 
+def key(logits_dtype: torch.dtype) -> str:
+    """Of the table of launch parameters."""
+    return str(logits_dtype).removeprefix("torch.")
+
+
 def supports(logits_dtype: torch.dtype) -> str | None:
     """None for the dtypes these kernels read; the reason otherwise."""
     if logits_dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -421,15 +433,18 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     return_logprobs: bool,
+    *,
+    parameters: Parameters | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`(ids, logprobs)`; see `octavo.kernels.sample`."""
+    """`(ids, logprobs)`; see `octavo.kernels.sample`. `parameters`: of launch; None takes the table's."""
     num_rows, vocab_size = logits.shape
     device = logits.device
     ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if return_logprobs else None
     if num_rows == 0:
         return ids, logprobs
-    given = tuning.parameters("sample", device, str(logits.dtype).removeprefix("torch."), DEFAULTS)
+    given = parameters or tuning.parameters("sample", device, key(logits.dtype), DEFAULTS)
+    dependent = launch.options({"PDL": given["PDL"]}, device)
     vec = 16 // logits.element_size()
     groups = TILE // GROUP
     num_tiles = triton.cdiv(vocab_size, TILE)
@@ -445,7 +460,7 @@ def sample(
     size = (logits.stride(0), vocab_size, num_tiles)
     _summarise[(num_programs,)](
         logits, temperature, group_max, group_sum, raw_sum, *size, num_units, num_programs,
-        **shape, STAGES=given["stages"], num_warps=4,
+        **shape, STAGES=given["stages"], num_warps=4, **dependent,
     )  # fmt: skip
     candidates = given["candidates"]
     live_groups = torch.empty((num_rows, num_groups), dtype=torch.int32, device=device)
@@ -457,12 +472,12 @@ def sample(
     _choose[(num_rows,)](
         logits, *options, group_max, group_sum, raw_sum, live_groups, candidate_logits, candidate_ids,
         ids, logprobs, *size, **shape, ALL_GROUPS=all_groups, CANDIDATES=candidates, FEW=given["few"],
-        AT_ONCE=given["at_once"], num_warps=given["choose_warps"], **limit,
+        AT_ONCE=given["at_once"], num_warps=given["choose_warps"], **limit, **dependent,
     )  # fmt: skip
     if top_k is not None or top_p is not None or min_p is not None:
         search[(num_rows,)](
             logits, *options, group_max, group_sum, raw_sum, candidate_logits.view(torch.int32),
             candidate_ids, ids, logprobs, *size, GROUPS=groups, ALL_GROUPS=all_groups, CANDIDATES=candidates,
-            COLUMNS=given["columns"], DEPTH=4, num_warps=given["search_warps"],
+            COLUMNS=given["columns"], DEPTH=4, num_warps=given["search_warps"], **dependent,
         )  # fmt: skip
     return ids, logprobs

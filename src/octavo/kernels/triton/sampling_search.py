@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import begin
 from octavo.kernels.triton.sampling_parts import (
     COUNT,
     LOWEST,
@@ -210,8 +211,10 @@ def search(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program per row; returns at once unless the row's id is OPEN."""
+    begin(PDL)
     row = tl.program_id(0)
     if tl.load(out_ids + row) == OPEN:
         num_groups = num_tiles * GROUPS
