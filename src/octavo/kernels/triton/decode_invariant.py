@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton import decode_plan, prefill, tiles
+from octavo.kernels.triton import decode_plan, tiles
 from octavo.kernels.triton.attention_arguments import UNALIGNED, UNSPECIALISED
 
 _CHUNK: tl.constexpr = tl.constexpr(tiles.INVARIANT_CHUNK)
@@ -110,7 +110,7 @@ def _decode_chunks(
             from_tile = (item_first // _CHUNK + chunk) * (_CHUNK // _BLOCK_N)
             to_tile = tl.minimum(from_tile + _CHUNK // _BLOCK_N, (last + _BLOCK_N - 1) // _BLOCK_N)
             from_tile = tl.maximum(from_tile, first // _BLOCK_N)
-            acc, high, total = prefill._absorb_tiles(
+            acc, high, total = tiles.absorb_tiles(
                 q_tile, tl.zeros([_BLOCK_M, BLOCK_D], tl.float32),
                 tl.full([_BLOCK_M], float("-inf"), tl.float32), tl.zeros([_BLOCK_M], tl.float32),
                 from_tile, tl.where(last > first, to_tile, from_tile), 0, 0, keys_of,
@@ -119,7 +119,7 @@ def _decode_chunks(
                 True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, _BLOCK_N,
             )  # fmt: skip
             if chunks == 1:
-                prefill._store(
+                tiles.store_rows(
                     acc, high, total, out, lse, sinks, value_scale, rows, heads, in_sequence,
                     out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
                 )  # fmt: skip
@@ -170,7 +170,7 @@ def _merge_chunks(
             acc, high, total = tiles.merge(acc, high, total, chunk_acc, chunk_high, chunk_total)
         if V_SCALES == 1:
             value_scale *= tl.load(v_scale)
-        prefill._store(
+        tiles.store_rows(
             acc, high, total, out, lse, sinks, value_scale, (q_begin + token).to(tl.int64), heads, seen,
             out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
         )  # fmt: skip

@@ -37,8 +37,6 @@ from octavo.kernels.triton.tuning import parameters
 _SHORT: tl.constexpr = tl.constexpr(tiles.SHORT)
 _CHUNK: tl.constexpr = tl.constexpr(tiles.INVARIANT_CHUNK)
 _SEQUENCES: tl.constexpr = tl.constexpr(128)  # looked through at a time for the one a tile belongs to
-_absorb_tiles = tiles.absorb_tiles
-_store = tiles.store_rows
 _SECTION_BYTES = 32 << 20  # keys and values that the tiles of one section may share in the L2 cache
 
 
