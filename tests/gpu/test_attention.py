@@ -120,6 +120,17 @@ def test_one_long_among_many_short(path: str) -> None:
     prepare(case, "cuda").check()
 
 
+@pytest.mark.parametrize("number", [1, 2, 5, 17, 60])
+def test_keys_divided_among_any_number_of_programs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From none to more than there are tiles of keys."""
+    from octavo.kernels.triton import decode, prefill
+
+    monkeypatch.setattr(decode, "num_processors", lambda *_: number)
+    monkeypatch.setattr(prefill, "_splits", lambda *_: number)
+    prepare(MIXED, "cuda").check()
+    prepare(replace(MIXED, sinks=True, cache_dtype=FP8, scales="token"), "cuda").check()
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_bounds_that_are_far_too_large(batch_invariant: bool) -> None:
     """A captured step bounds lengths by what a sequence may ever reach, not by what it has."""
