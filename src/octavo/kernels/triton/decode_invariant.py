@@ -1,9 +1,9 @@
 """Batch-invariant decode attention: the bits of a row depend on its query, its keys and nothing else.
 
 Keys are cut into chunks at absolute positions. Each chunk becomes a partial by the very function, tile shape
-and masks that `prefill.py` uses in this mode, whichever program does it, and the partials of an item are merged
-one after the other in the order of the keys, as prefill does in registers. So a token's row has the same bits
-alone or in a batch, in a draft of eight, or in a prompt of thousands.
+and masks that `prefill.py` uses in this mode, whichever program does it, and the partials of an item are
+merged one after the other in the order of the keys, as prefill does in registers. So a token's row has the
+same bits alone or in a batch, in a draft of eight, or in a prompt of thousands.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton import decode_plan, tiles
-from octavo.kernels.triton.attention_arguments import UNALIGNED, UNSPECIALISED
+from octavo.kernels.triton.attention_arguments import UNALIGNED, UNSPECIALISED, with_scaled_rows
 
 _CHUNK: tl.constexpr = tl.constexpr(tiles.INVARIANT_CHUNK)
 _BLOCK_M: tl.constexpr = tl.constexpr(64)
@@ -178,6 +178,7 @@ def _merge_chunks(
 
 def decode_invariant(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int, programs: int) -> None:
     """Launch on the `attention_arguments.arguments` of a call; the number of programs changes no bit."""
+    facts = with_scaled_rows(facts)
     device, batch = facts["q"].device, facts["batch"]
     packed = max_seqlen_q * facts["GROUP"]  # query rows of an item
     row_tiles = triton.cdiv(packed, 64)

@@ -31,6 +31,7 @@ from octavo.kernels.triton.attention_arguments import (
     block_size_of,
     num_processors,
     shape_key,
+    with_scaled_rows,
 )
 from octavo.kernels.triton.tuning import parameters
 
@@ -264,6 +265,7 @@ def prefill_attention(
 
 def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | None) -> None:
     """Both launches, on the `arguments` of a call; `given` None: batch-invariant."""
+    facts = with_scaled_rows(facts)
     q, num_kv_heads = facts["q"], facts["NUM_KV_HEADS"]
     num_rows, num_heads, head_dim = q.shape
     num_long = _most_long(num_rows, facts["batch"])
@@ -298,7 +300,7 @@ _INVARIANT: Mapping[str, int] = {
     "BLOCK_M": 64,
     "BLOCK_N": tiles.INVARIANT_TILE,
     "num_warps": 4,
-    "num_stages": 3,
+    "num_stages": 2,
 }
 _COMBINED_ROWS = 4
 _COMBINE_FACTS = (
@@ -334,15 +336,20 @@ def is_hopper(device: torch.device) -> bool:
 def default_parameters(q: Tensor, k: Tensor, block_size: int, hopper: bool) -> Mapping[str, int]:
     """Launch parameters that fit every GPU from compute capability 8.0; some are better on a Hopper.
 
-    There 128 registers let two programs share a multiprocessor, and one multiplies while the other is at its
-    softmax. That is worth more than the few numbers that then no longer fit in registers.
+    There a limit on registers lets several programs share a multiprocessor, and one multiplies while the
+    others are at their softmax: worth more than the few numbers that then no longer fit in registers.
     """
+    head_dim = q.shape[2]
     if q.dtype == torch.float32 or k.dtype == torch.float32:
-        return _point(16 if q.shape[2] > 128 else 32, 32, 8, 2)
-    if q.shape[2] > 128:
-        return _point(64, 32, 8, 3)
-    if not hopper or k.dtype != q.dtype:
-        return _point(128, 64, 8, 3)
+        return _point(16 if head_dim > 128 else 32, 32, 8 if k.dtype != q.dtype or head_dim > 128 else 4, 2)
+    if not hopper:
+        return _point(64, 32, 8, 3) if head_dim > 128 else _point(128, 64, 8, 3)
+    if head_dim > 128:
+        return _point(128, 32, 8, 3)
+    if k.dtype != q.dtype:
+        return _point(64, 64, 4, 3, 168)
+    if head_dim <= 64:
+        return _point(64, 64, 4, 3, 128)
     return _point(128, 64, 8, 2 if block_size == 0 else 3, 128)
 
 

@@ -86,20 +86,9 @@ def load_tile(
 
 
 @triton.jit
-def load_token_scales(head, block, slot, seen, stride_block, stride_slot, SPREAD: tl.constexpr = False):
-    """The scales (N,) of one tile; 1 where not `seen`, and for the scale 0 of a token that is all 0.
-
-    SPREAD: each thread loads one. A vector smaller than the block of threads is otherwise loaded by every
-    thread that needs an element of it, many times over; one load for each thread is not taken apart so.
-    """
-    addresses = head + block * stride_block + slot.to(tl.int64) * stride_slot
-    if SPREAD:
-        COPIES: tl.constexpr = 256 // seen.shape[0]
-        same = tl.arange(0, COPIES)[None, :] * 0
-        scales = tl.load(addresses[:, None] + same, mask=seen[:, None] & (same == 0), other=1.0)
-        scales = tl.max(scales, 1)
-    else:
-        scales = tl.load(addresses, mask=seen, other=1.0)
+def load_token_scales(head, block, slot, seen, stride_block, stride_slot):
+    """The scales (N,) of one tile; 1 where not `seen`, and for the scale 0 of a token that is all 0."""
+    scales = tl.load(head + block * stride_block + slot.to(tl.int64) * stride_slot, mask=seen, other=1.0)
     return tl.where(scales == 0.0, 1.0, scales)
 
 
@@ -138,7 +127,7 @@ def scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales
 
 
 @triton.jit
-def absorb(s, acc, high, total, scale, v_scales, PLAIN: tl.constexpr, MASKED: tl.constexpr):
+def absorb(s, acc, high, total, scale, PLAIN: tl.constexpr, MASKED: tl.constexpr):
     """One step of the online softmax: weights (M, N) of the scores, and the partial made relative to them.
 
     The caller adds weights @ values to acc. MASKED: scores may be -inf, a whole row of them too.
@@ -155,12 +144,7 @@ def absorb(s, acc, high, total, scale, v_scales, PLAIN: tl.constexpr, MASKED: tl
     else:
         p = tl.exp2(s - base[:, None])
     shrink = tl.exp2(high - base)
-    if v_scales is not None:
-        inverse = tl.exp2(-tl.log2(v_scales))  # cheaper than a division, the logarithm is there already
-        total = tl.fma(total, shrink, tl.sum(p * inverse[None, :], 1))
-    else:
-        total = tl.fma(total, shrink, tl.sum(p, 1))
-    return p, acc * shrink[:, None], new_high, total
+    return p, acc * shrink[:, None], new_high, tl.fma(total, shrink, tl.sum(p, 1))
 
 
 @triton.jit
@@ -202,7 +186,8 @@ def absorb_tiles(
 ):  # fmt: skip
     """The partial after tiles from_tile .. to_tile - 1 of keys; from the `num_left`-th on, `skipped` further.
 
-    MASKED: not every row sees every key of them.
+    MASKED: not every row sees every key of them. Scales of tokens are multiplied into the rows of a tile:
+    into the columns of the scores they would have to go the way through shared memory, twice in each step.
     """
     (
         k, k_stride_block, k_stride_slot, v, v_stride_block, v_stride_slot, run_block, run_slot,
@@ -218,26 +203,30 @@ def absorb_tiles(
         seen = (keys >= first) & (keys < last)
         block, base, lanes = places(table_row, run_block, run_slot, start, seen, BLOCK_SIZE, BLOCK_N)
         rows = elements(block, base, lanes, k_stride_block, k_stride_slot)
-        k_tile = load_tile(k + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
+        if k_scale is None:
+            k_tile = load_tile(k + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
+        else:
+            k_tile = load_tile(k + rows, seen, MASKED, HEAD_DIM, BLOCK_D, tl.float32)
+            scales = load_token_scales(
+                k_scale, block, base + lanes, seen, k_scale_stride_block, k_scale_stride_slot
+            )
+            k_tile = (k_tile * scales[:, None]).to(COMPUTE)
         products = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
-        k_scales = None
-        v_scales = None
-        if k_scale is not None:
-            k_scales = load_token_scales(
-                k_scale, block, base + lanes, seen, k_scale_stride_block, k_scale_stride_slot, True
-            )
-        if v_scale is not None:
-            v_scales = load_token_scales(
-                v_scale, block, base + lanes, seen, v_scale_stride_block, v_scale_stride_slot, True
-            )
-        s = scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales, PLAIN)
+        s = scores(products, scale, softcap, slopes, positions, keys, None, None, PLAIN)
         if MASKED:
             mask = visible(positions, keys, first, last, left, right)
             s = tl.where(mask, s, float("-inf"))
-        p, acc, high, total = absorb(s, acc, high, total, scale, v_scales, PLAIN, MASKED)
+        p, acc, high, total = absorb(s, acc, high, total, scale, PLAIN, MASKED)
         if not SAME_STRIDES:
             rows = elements(block, base, lanes, v_stride_block, v_stride_slot)
-        v_tile = load_tile(v + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
+        if v_scale is None:
+            v_tile = load_tile(v + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
+        else:
+            v_tile = load_tile(v + rows, seen, MASKED, HEAD_DIM, BLOCK_D, tl.float32)
+            scales = load_token_scales(
+                v_scale, block, base + lanes, seen, v_scale_stride_block, v_scale_stride_slot
+            )
+            v_tile = (v_tile * scales[:, None]).to(COMPUTE)
         acc = tl.dot(p.to(COMPUTE), v_tile, acc, input_precision="ieee")
     return acc, high, total
 
