@@ -8,7 +8,7 @@ import torch
 from helpers.attention_cases import Case, Inputs, prefix_sums, prepare
 from torch import Tensor
 
-from octavo.kernels import flash_attn_varlen_func
+from octavo.kernels import flash_attn_varlen_func, rms_norm, rotate_and_write_kv_cache, silu_and_mul
 from octavo.kernels.triton.monitor import forbid_compiles
 
 DECODE = Case((1, 2, 0, 8, 1, 1), (1, 33, 3, 300, 5000, 16), heads=(8, 2), head_dim=128)
@@ -107,6 +107,58 @@ def test_a_graph_is_replayed_over_other_lengths_tables_and_live_rows(
             assert torch.equal(out, direct)
         else:
             torch.testing.assert_close(out, direct, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.parametrize(("batch", "num_keys"), [(1, 8000), (48, 1000)], ids=str)
+def test_each_kernel_of_a_captured_chain_waits_for_the_ones_before_it(batch: int, num_keys: int) -> None:
+    """Layers that all write the same slots of one cache: each write must wait for the reads before it.
+
+    A kernel may begin while its predecessor still runs, and read or write too early; then some replay differs
+    from the same calls one at a time.
+    """
+    blocks = -(-num_keys // 16)
+    rng = torch.Generator("cuda").manual_seed(0)
+    shape = (batch * blocks, 16, 2, 128)
+    history = [torch.randn(shape, generator=rng, device="cuda").bfloat16() for _ in range(2)]
+    caches = [cache.clone() for cache in history]
+    start = torch.randn(batch, 1024, generator=rng, device="cuda").bfloat16()
+    tables = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
+    slots = tables[:, (num_keys - 1) // 16].long() * 16 + (num_keys - 1) % 16
+    positions = torch.full((batch,), 7, device="cuda")
+    angles = torch.rand(8, 64, generator=rng, device="cuda")
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    weight = torch.rand(1024, generator=rng, device="cuda").bfloat16()
+    lengths = (prefix_sums([1] * batch, "cuda"), prefix_sums([num_keys] * batch, "cuda"), 1, num_keys)
+
+    def layers(after_each: Callable[[], object]) -> Tensor:
+        x = start
+        for _ in range(8):
+            k = x[:, :256].view(batch, 2, 128)
+            q = rotate_and_write_kv_cache(
+                x.view(batch, 8, 128), k, k, table, positions, *caches, slots,
+                q_weight=weight[:128], k_weight=weight[:128], eps=1e-6,
+            )  # fmt: skip
+            after_each()
+            out = flash_attn_varlen_func(q, *caches, *lengths, causal=True, block_table=tables)
+            after_each()
+            y, x = rms_norm(out.view(batch, 1024), weight, 1e-6, residual=x)
+            after_each()
+            x = x + silu_and_mul(torch.cat([y, y], dim=1))
+            after_each()
+        return x
+
+    right = layers(torch.cuda.synchronize)
+    written = [cache.clone() for cache in caches]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(lambda: None)
+    for _ in range(200):
+        for cache, content in zip(caches, history, strict=True):
+            cache.copy_(content)
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, right)
+        assert all(map(torch.equal, caches, written))
 
 
 def one_by_one(inputs: Inputs, **options: object) -> list[Tensor]:
