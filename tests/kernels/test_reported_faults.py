@@ -111,6 +111,7 @@ def test_a_head_dim_no_kernel_does_is_refused_by_name(implementation: str) -> No
         flash_attn_varlen_func(batch.q, batch.k, batch.v, *batch.lengths)
 
 
+@pytest.mark.rooms("reference", "cpu")  # Triton's interpreter is slow: kernels/triton/ has smaller ones
 @pytest.mark.parametrize(
     "heads",
     [(28, 4), (24, 4), (16, 2), (9, 3), (5, 1), (12, 1), (71, 1), (8, 8)],
@@ -118,8 +119,8 @@ def test_a_head_dim_no_kernel_does_is_refused_by_name(implementation: str) -> No
 )
 def test_any_dividing_head_ratio(implementation: str, heads: tuple[int, int]) -> None:
     """flashinfer-ai/flashinfer#4316: prefill and decode."""
-    lens = [1, 17] if implementation == "triton" else [1, 16, 17, 300]  # the interpreter is slow
-    for lens_q in (lens, [1] * len(lens)):
+    lens = [1, 16, 17, 300]
+    for lens_q in (lens, [1, 1, 1, 1]):
         batch = Batch.random(lens_q, lens, heads=heads)
         paged = page(batch, 16)
         caches = (batch.q, paged.k_cache, paged.v_cache)
