@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.smollm2 import transformers_smollm2
 
 from octavo import LLM, RequestOutput, SamplingParams
 
@@ -28,6 +27,8 @@ GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
+    from helpers.smollm2 import transformers_smollm2  # which needs the package gguf
+
     assert torch.get_float32_matmul_precision() == "highest"
     return copy.deepcopy(transformers_smollm2()).to("cuda")
 
