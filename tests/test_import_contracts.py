@@ -64,7 +64,29 @@ def test_the_kernel_door_does_not_open_the_engine():
     modules = loaded_by("from octavo.kernels import flash_attn_varlen_func, write_kv_cache")
     rooms = {name.split(".")[1] for name in modules if name.startswith("octavo.")}
     assert rooms == {"errors", "kernels"}
-    assert "transformers" not in modules
+    assert modules.isdisjoint({"transformers", "triton"})
+
+
+def test_a_kernel_call_on_the_cpu_loads_no_triton():
+    modules = loaded_by(
+        "import torch; from octavo.kernels import silu_and_mul; silu_and_mul(torch.zeros(1, 2))"
+    )
+    assert "triton" not in modules
+    assert "octavo.kernels.cpu.activation" in modules
+
+
+HELP = """
+import contextlib, io
+from octavo.__main__ import main
+sys.argv = ["octavo", "--help"]
+with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+    main()
+assert "doctor" in shown.getvalue()
+"""
+
+
+def test_the_help_of_the_command_loads_nothing_heavy():
+    assert loaded_by(HELP).isdisjoint(HEAVY)
 
 
 def test_the_engine_runs_without_transformers():
