@@ -79,6 +79,66 @@ def test_of_equal_logits_the_lower_ids_are_kept(
     assert_equals_reference(torch.zeros(ROWS, 300), options_of(filters, seed=1))
 
 
+LISTED = {"candidates": 1024, "few": 16}
+WAYS = {"few": {"candidates": 1024, "few": 1024}, "listed": LISTED, "searched": {"candidates": 16, "few": 8}}
+
+
+def many_draws(row: Tensor, num: int, **options: Tensor) -> tuple[list[int], list[int]]:
+    """Ours and the reference's tokens for `num` seeds; hot, so that the last token kept is drawn, too."""
+    options = {"temperature": torch.full((num,), 4.0), **options}
+    options |= {"seeds": torch.arange(num), "positions": torch.zeros(num, dtype=torch.int64)}
+    logits = row.expand(num, -1)
+    ours = sample(logits, **options).tolist()
+    with backend.use("reference"):
+        return ours, sample(logits, **options).tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ties", [False, True], ids=["spread", "ties"])
+def test_cuts_fall_where_those_of_the_reference_do(
+    way: str, ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other cuts for each seed: some above the tokens that top_k cuts through, some among them."""
+    launch(monkeypatch, **WAYS[way])
+    num, rng = 24, torch.Generator().manual_seed(0)
+    top_k = torch.randint(1, 60, (num,), generator=rng, dtype=torch.int32)
+    ours, right = many_draws(
+        random_logits(400, ties=ties)[0],
+        num,
+        top_k=top_k,
+        top_p=torch.where(torch.rand(num, generator=rng) < 0.3, 0.995, torch.rand(num, generator=rng)),
+    )
+    assert ours == right
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_top_p_alone_keeps_what_that_of_the_reference_does(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch, **WAYS[way])
+    num = 16
+    ours, right = many_draws(
+        random_logits(400)[0] * 4, num, top_p=torch.rand(num, generator=torch.Generator().manual_seed(1))
+    )
+    assert ours == right
+
+
+def test_no_more_groups_hold_candidates_than_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One logit in each of 12 groups: the k-th largest group maximum is the k-th largest logit, and there is
+    no mass beside the maxima.
+    """
+    launch(monkeypatch, **LISTED)
+    row = torch.full((768,), -torch.inf)
+    row[torch.arange(0, 768, 256)[:, None] + torch.arange(0, 16, 4)] = torch.linspace(1, 2, 12).view(3, 4)
+    top_k = torch.arange(2, 13, dtype=torch.int32).repeat(2)
+    ours, right = many_draws(row, len(top_k), top_k=top_k, temperature=torch.full((len(top_k),), 100.0))
+    assert ours == right
+    for k in range(2, 13):
+        allowed = set(row.topk(k).indices.tolist())
+        assert {token for token, limit in zip(ours, top_k.tolist(), strict=True) if limit == k} <= allowed
+    top_p = torch.linspace(0.05, 0.95, 24)
+    ours, right = many_draws(row, len(top_p), top_p=top_p)
+    assert ours == right
+
+
 def test_the_way_a_row_takes_does_not_change_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists short and long, a search of the whole row, other loads: integer sums agree to the bit."""
     logits, options = random_logits(600), options_of("kpm")
@@ -121,7 +181,7 @@ def test_masked_and_bad_rows(filters: str) -> None:
 def test_tokens_come_as_often_as_their_probability_says(filters: str) -> None:
     probs = torch.tensor([0.05, 0.1, 0.15, 0.2, 0.5])
     expected = probs if not filters else torch.tensor([0, 0, 15 / 85, 20 / 85, 50 / 85])
-    num = 100
+    num = 60
     filter_options = {"top_k": torch.full((num,), 4, dtype=torch.int32), "top_p": torch.full((num,), 0.75)}
     ids = sample(
         probs.log().expand(num, -1),
