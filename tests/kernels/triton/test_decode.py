@@ -24,7 +24,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 @pytest.fixture
 def finely_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 keys, and ranges as short as one tile, so that a few dozen keys are cut into pieces."""
+    """Tiles of 16 keys, and ranges as short as one, so that a few dozen keys are cut into pieces."""
 
     def parameters(kernel: str, device: torch.device, key: str, default: dict[str, int]) -> dict[str, int]:
         return {

@@ -1,13 +1,14 @@
 """Attention of few query rows (1 to SHORT) over many keys: decoding, and verifying a draft.
 
 Reading the cache is all the work, and the aim is that every multiprocessor reads all the time. The plan gives
-each of a fixed number of programs an equal stretch of key tiles (`decode_plan.py`). A program walks the items in
-it: one that lies wholly inside is written at once; of one that is cut it leaves a *piece*, the partial of its
+each of a fixed number of programs an equal range of keys (`decode_plan.py`). A program walks the items in it:
+one that lies wholly inside is written at once; of one that is cut it leaves a *piece*, the partial of its
 keys there::
 
-      | . . . . . . . . . . . | . . . . . . . . . . | . . .      tiles, item by item
-      '--- program 0 -----''--- program 1 ---''--- program 2
-      |        0           | 1  |     1       | 2  |             pieces: item 0 has two, item 1 has two
+      item 0                  item 1        item 2
+    | . . . . . . . . . . . | . . . . . . | . . . . . . . . . .      units of keys
+    '----- rank 0 -----''----- rank 1 -------''----- rank 2 ---
+    |      piece         |pc|    whole    |pc|     piece             item 0 and item 2 are merged afterwards
 
 A range cuts at most its first and its last item, so that two slots per program hold all pieces, whatever the
 batch. `_merge_pieces` is a second small launch: program p merges the item that program p of the first was the
@@ -21,8 +22,6 @@ product: row r is head ``r % GROUP`` of token ``r // GROUP``.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,71 +30,21 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton import decode_plan, tiles
-from octavo.kernels.triton.attention_arguments import UNALIGNED, UNSPECIALISED, arguments, shape_key
+from octavo.kernels.triton.attention_arguments import (
+    UNALIGNED,
+    UNSPECIALISED,
+    arguments,
+    num_processors,
+    shape_key,
+)
 from octavo.kernels.triton.decode_invariant import decode_invariant
-from octavo.kernels.triton.tuning import parameters
+from octavo.kernels.triton.decode_tiles import fetch_ahead, load_quickly, look_up
+from octavo.kernels.triton.launch import options as launch_options
+from octavo.kernels.triton.tuning import Parameters, parameters
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: finite, so that it subtracts
 _PLAN = ("ranks", "least")
-
-
-@triton.jit
-def _blocks(table_row, start, first, last, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Block ids of the tile of keys at `start`: one, or one per key. Only those of keys first .. last - 1."""
-    if BLOCK_N <= BLOCK_SIZE:
-        blocks = tl.load(table_row + start // BLOCK_SIZE, mask=start < last, other=0)
-    else:
-        keys = start + tl.arange(0, BLOCK_N)
-        needed = (keys >= first) & (keys < last)
-        blocks = tl.load(table_row + keys.to(tl.uint32) // BLOCK_SIZE, mask=needed, other=0)
-    return blocks
-
-
-@triton.jit
-def _load(
-    addresses, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr, PIN: tl.constexpr
-):
-    """A tile (BLOCK_N, BLOCK_D) of keys or values in the dtype COMPUTE, 0 where not `seen`.
-
-    PIN: convert it as it lies in memory, 16 bytes at a time. Left to itself the compiler takes the tile apart
-    for the matrix unit first, and reads single bytes from shared memory for that. Its layout pass moves nothing
-    across assembly that may have side effects.
-    """
-    if HEAD_DIM == BLOCK_D:
-        tile = tl.load(addresses, mask=seen[:, None], other=0.0)
-    else:
-        dims = tl.arange(0, BLOCK_D)
-        tile = tl.load(addresses, mask=seen[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    tile = tile.to(COMPUTE)
-    if PIN:
-        tile = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
-        )
-    return tile
-
-
-@triton.jit
-def _store(
-    acc, high, total, out, lse, sinks, value_scale, r, kv_head, q_begin, q_len,
-    out_stride_token, out_stride_head, lse_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Output and LSE of the rows r (M,) of an item from the partials of all their keys."""
-    token = r // GROUP
-    heads = kv_head * GROUP + r % GROUP
-    real = token < q_len
-    rows = (q_begin + token).to(tl.int64)
-    dims = tl.arange(0, BLOCK_D)
-    sink = None
-    if sinks is not None:
-        sink = tl.load(sinks + heads, mask=real, other=0.0)
-    result, lse_rows = tiles.finish(acc, high, total, sink, value_scale)
-    at = rows * out_stride_token + heads.to(tl.int64) * out_stride_head
-    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out + at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
-    if lse is not None:
-        tl.store(lse + heads.to(tl.int64) * lse_stride + rows, lse_rows, mask=real)
 
 
 @triton.jit(do_not_specialize=(*UNSPECIALISED, *_PLAN), do_not_specialize_on_alignment=UNALIGNED)
@@ -110,25 +59,29 @@ def _decode(
     scale, softcap, value_scale, left, right, batch, ranks, least,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, SAME_STRIDES: tl.constexpr, PIN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, SAME_STRIDES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL == 2:
-        tl.extra.cuda.gdc_wait()
-    if PDL > 0:
-        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
+    if PDL:
+        # Nothing is read before the kernels before this one end, but what will be read first is near then.
+        fetch_ahead(cu_seqlens_q, 0, batch)
+        fetch_ahead(cu_seqlens_k, 0, batch)
+        if block_table is not None:
+            fetch_ahead(block_table, 256 * program, batch * table_stride - 1)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = program % NUM_KV_HEADS
     rank = program // NUM_KV_HEADS
     per, total_units = decode_plan.divide(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least,
-        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
+        GROUP, BLOCK_M, UNIT, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
     unit = rank * per
     end = tl.minimum(unit + per, total_units)
     b, begin = decode_plan.sequence_of(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, BLOCK_M, UNIT, BLOCK_B, ONE_BLOCK
     )
     if K_SCALES == 1:
         scale *= tl.load(k_scale)
@@ -138,13 +91,15 @@ def _decode(
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, BLOCK_N)
+    # Whether each tile lies inside one block.
+    INSIDE: tl.constexpr = BLOCK_N <= BLOCK_SIZE and UNIT % BLOCK_N == 0
     # Inside one block or run: where a tile's keys are relative to its first.
     k_within = offsets.to(tl.int64) * k_stride_slot
     v_within = offsets.to(tl.int64) * v_stride_slot
 
     while unit < end:
         q_begin, q_len, k_begin, k_len, first, per_item, units = decode_plan.work(
-            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, BLOCK_N
+            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, UNIT
         )
         if unit >= begin + units:
             begin += units
@@ -161,13 +116,16 @@ def _decode(
             heads = kv_head * GROUP + r % GROUP
             real = token < q_len
 
-            q_rows = (q_begin + token).to(tl.int64) * q_stride_token + heads.to(tl.int64) * q_stride_head
+            rows = (q_begin + token).to(tl.int64)
+            q_rows = rows * q_stride_token + heads.to(tl.int64) * q_stride_head
             q_mask = real[:, None] & (dims < HEAD_DIM)[None, :]
             q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
             position = k_len - q_len + token
-            # Each row sees keys low .. above - 1.
+            # Keys from_key .. to_key - 1 of the item are this range's; a row sees low .. above - 1 of them.
+            from_key = (first // UNIT + done) * UNIT
+            to_key = tl.minimum(from_key + count * UNIT, k_len)
             low = tl.zeros_like(position)
-            above = tl.zeros_like(position) + k_len
+            above = tl.zeros_like(position) + to_key
             if left is not None:
                 low = tl.maximum(low, position - left)
             if leftpad is not None:
@@ -188,18 +146,17 @@ def _decode(
                 else:
                     run = tl.zeros([], tl.int64)
                     base = k_begin.to(tl.int64)
-            from_key = (first // BLOCK_N + done) * BLOCK_N
             if BLOCK_SIZE > 0:
                 table_row = block_table + b.to(tl.int64) * table_stride
-                next_blocks = _blocks(table_row, from_key, first, k_len, BLOCK_SIZE, BLOCK_N)
+                next_blocks = look_up(table_row, from_key, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE)
 
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             high = tl.full([BLOCK_M], _NOTHING, tl.float32)
             # Summed over the keys at the end: one exchange between warps less in every tile.
             totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for start in range(from_key, from_key + count * BLOCK_N, BLOCK_N):
+            for start in range(from_key, to_key, BLOCK_N):
                 keys = start + offsets
-                seen = keys < k_len
+                seen = keys < to_key
                 if left is not None or leftpad is not None:
                     seen = seen & (keys >= first)
                 if BLOCK_SIZE == 0:
@@ -208,8 +165,10 @@ def _decode(
                 else:
                     # Looked up one tile ahead, so that keys and values wait for no table.
                     block = next_blocks.to(tl.int64)
-                    next_blocks = _blocks(table_row, start + BLOCK_N, first, k_len, BLOCK_SIZE, BLOCK_N)
-                    if BLOCK_N <= BLOCK_SIZE:
+                    next_blocks = look_up(
+                        table_row, start + BLOCK_N, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE
+                    )
+                    if INSIDE:
                         slot = tl.zeros([], tl.int64) + (start & (BLOCK_SIZE - 1))
                     else:
                         slot = (keys & (BLOCK_SIZE - 1)).to(tl.int64)
@@ -217,7 +176,7 @@ def _decode(
                 v_places = k_places
                 if not SAME_STRIDES:
                     v_places = block * v_stride_block + slot * v_stride_slot
-                if BLOCK_SIZE == 0 or BLOCK_N <= BLOCK_SIZE:
+                if BLOCK_SIZE == 0 or INSIDE:
                     k_places = k_places + k_within
                     v_places = v_places + v_within
                     slot = slot + offsets
@@ -236,7 +195,7 @@ def _decode(
                         v_scale_stride_block, v_scale_stride_slot,
                     )  # fmt: skip
 
-                k_tile = _load(k_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, PIN == 2)
+                k_tile = load_quickly(k_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN == 2)
                 products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
                 s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, v_scales, PLAIN)
                 visible = keys[None, :] < above[:, None]
@@ -251,18 +210,19 @@ def _decode(
                     p = tl.exp2(s - new_high[:, None])
                 shrink = tl.exp2(high - new_high)
                 high = new_high
-                if V_SCALES == 2:
-                    totals = totals * shrink[:, None] + p / v_scales[None, :]
+                totals = totals * shrink[:, None]
+                if v_scales is not None:
+                    totals += p / v_scales[None, :]
                 else:
-                    totals = totals * shrink[:, None] + p
-                v_tile = _load(v_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, PIN > 0)
+                    totals += p
+                v_tile = load_quickly(v_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN > 0)
                 acc = tl.dot(p.to(COMPUTE), v_tile, acc * shrink[:, None], input_precision="ieee")
             total = tl.sum(totals, 1)
 
             if count == per_item:
-                _store(
-                    acc, high, total, out, lse, sinks, value_scale, r, kv_head, q_begin, q_len,
-                    out_stride_token, out_stride_head, lse_stride, GROUP, HEAD_DIM, BLOCK_D,
+                tiles.store_rows(
+                    acc, high, total, out, lse, sinks, value_scale, rows, heads, real,
+                    out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
                 )  # fmt: skip
             else:
                 at = (2 * program + (done == 0).to(tl.int32)) * ROWS + local
@@ -277,64 +237,66 @@ def _merge_pieces(
     out, lse, piece_acc, piece_sums, cu_seqlens_q, cu_seqlens_k, leftpad, sinks, v_scale,
     out_stride_token, out_stride_head, lse_stride, value_scale, left, batch, ranks, least,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    V_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    V_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_R: tl.constexpr, PIECES: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Merge BLOCK_R rows of the item that a rank was the first to cut, if there is one, PIECES at a time."""
-    if PDL == 2:
+    """Merge one row of the item that a rank was the first to cut, if there is one, PIECES at a time."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     kv_head = program % NUM_KV_HEADS
     rank = program // NUM_KV_HEADS
     per, total_units = decode_plan.divide(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least,
-        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
+        GROUP, BLOCK_M, UNIT, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
     start = rank * per
     end = start + per
     # Its last item, when that goes on after it and did not come from before it.
     b, begin = decode_plan.sequence_of(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, end - 1,
-        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
+        GROUP, BLOCK_M, UNIT, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
     q_begin, q_len, _, _, _, per_item, _ = decode_plan.work(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, BLOCK_N
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, UNIT
     )
     item = 0
     if not ONE_ITEM:
         item = (end - 1 - begin) // per_item
         begin += item * per_item
-    if PDL > 0:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     if (end < total_units) & (begin >= start) & (begin + per_item > end):
         count = (begin + per_item - 1) // per - rank + 1
-        local = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        row = tl.program_id(1)
         dims = tl.arange(0, BLOCK_D)
-        acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-        high = tl.full([BLOCK_R], _NOTHING, tl.float32)
-        total = tl.zeros([BLOCK_R], tl.float32)
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        high = tl.full([], _NOTHING, tl.float32)
+        total = tl.zeros([], tl.float32)
         for first in range(0, count, PIECES):
             piece = first + tl.arange(0, PIECES)
             there = piece < count
             # An item begins in the second slot of its first rank, and goes on in the first of the next.
-            slot = 2 * (program + piece * NUM_KV_HEADS) + (piece == 0).to(tl.int32)
-            at = slot[:, None] * ROWS + local[None, :]
-            acc_at = at[:, :, None] * BLOCK_D + dims[None, None, :]
-            highs = tl.load(piece_sums + at * 2, mask=there[:, None], other=_NOTHING)
-            sums = tl.load(piece_sums + at * 2 + 1, mask=there[:, None], other=0.0)
-            accs = tl.load(piece_acc + acc_at, mask=there[:, None, None], other=0.0)
+            at = (2 * (program + piece * NUM_KV_HEADS) + (piece == 0).to(tl.int32)) * ROWS + row
+            highs = tl.load(piece_sums + at * 2, mask=there, other=_NOTHING)
+            sums = tl.load(piece_sums + at * 2 + 1, mask=there, other=0.0)
+            acc_at = piece_acc + at[:, None] * BLOCK_D + dims[None, :]
+            accs = tl.load(acc_at, mask=there[:, None], other=0.0)
             new_high = tl.maximum(high, tl.max(highs, 0))
+            weights = tl.exp2(highs - new_high)
             shrink = tl.exp2(high - new_high)
-            weights = tl.exp2(highs - new_high[None, :])
-            acc = acc * shrink[:, None] + tl.sum(accs * weights[:, :, None], 0)
+            acc = acc * shrink + tl.sum(accs * weights[:, None], 0)
             total = total * shrink + tl.sum(sums * weights, 0)
             high = new_high
         if V_SCALES == 1:
             value_scale *= tl.load(v_scale)
-        _store(
-            acc, high, total, out, lse, sinks, value_scale, item * BLOCK_M + local, kv_head, q_begin, q_len,
-            out_stride_token, out_stride_head, lse_stride, GROUP, HEAD_DIM, BLOCK_D,
+        r = item * BLOCK_M + row + tl.arange(0, 1)
+        one = tl.zeros([1], tl.float32)
+        tiles.store_rows(
+            acc[None, :], one + high, one + total, out, lse, sinks, value_scale,
+            (q_begin + r // GROUP).to(tl.int64), kv_head * GROUP + r % GROUP, r // GROUP < q_len,
+            out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
 
 
@@ -373,53 +335,49 @@ def decode_attention(
     if batch_invariant:
         decode_invariant(facts, longest, max_seqlen_k, 2 * num_processors(q.device))
         return
-    key = f"M{_rows(longest * facts['GROUP'])} {shape_key(q, k, facts['BLOCK_SIZE'])}"
+    key = parameters_key(q, k, facts["BLOCK_SIZE"], longest)
     given = parameters("decode_attention", q.device, key, default_parameters(q, k, longest))
     launch(facts, longest, max_seqlen_k, given)
 
 
-def launch(facts: dict[str, Any], longest: int, max_seqlen_k: int, given: Mapping[str, int]) -> None:
+def launch(facts: dict[str, Any], longest: int, max_seqlen_k: int, given: Parameters) -> None:
     """Both launches, on the `arguments` of a call; `longest`: query rows of a sequence, at most."""
-    device, batch = facts["q"].device, facts["batch"]
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    quantised = facts["k"].element_size() == 1
+    device, batch, num_kv_heads = facts["q"].device, facts["batch"], facts["NUM_KV_HEADS"]
     packed = longest * facts["GROUP"]
-    rows = min(triton.next_power_of_2(packed), 64)
+    rows = min(triton.next_power_of_2(packed), _MOST_ROWS)
     block_m, block_n = max(rows, 16), given["BLOCK_N"]
-    heads = facts["NUM_KV_HEADS"]
-    least = max(1, given["LEAST_KEYS"] // block_n)
-    # The most units that a head can have, by what the caller promised.
-    most = batch * triton.cdiv(packed, block_m) * max(1, triton.cdiv(max_seqlen_k, block_n))
-    ranks = max(1, num_processors(device) * given["PROGRAMS"] // heads)
+    unit = min(block_n, given["UNIT"])
+    least = max(1, given["LEAST_KEYS"] // unit)
+    # No more programs than there can be work for, by the caller's bounds.
+    most = batch * triton.cdiv(packed, block_m) * max(1, triton.cdiv(max_seqlen_k, unit))
+    ranks = max(1, num_processors(device) * given["PROGRAMS"] // num_kv_heads)
     ranks = min(ranks, triton.cdiv(most, least))
-    programs = ranks * heads
+    programs = ranks * num_kv_heads
     block_b = decode_plan.sequences_at_once(batch)
-    pdl = given["PDL"] if nvidia else 0
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    chained = launch_options({"PDL": given["PDL"]}, device)
     shared = {
         "piece_acc": torch.empty((2 * programs, rows, facts["BLOCK_D"]), dtype=torch.float32, device=device),
         "piece_sums": torch.empty((2 * programs, rows, 2), dtype=torch.float32, device=device),
-        "ranks": ranks, "least": least, "PDL": pdl,
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "ROWS": rows,
-        "BLOCK_B": block_b, "ONE_BLOCK": batch <= block_b, "ONE_ITEM": packed <= block_m,
+        "ranks": ranks, "least": least, "BLOCK_M": block_m, "UNIT": unit, "ROWS": rows,
+        "BLOCK_B": block_b, "ONE_BLOCK": batch <= block_b, "ONE_ITEM": packed <= block_m, **chained,
     }  # fmt: skip
-    options = {"maxnreg": given["maxnreg"]} if nvidia and given["maxnreg"] else {}
-    if pdl == 2:
-        options["launch_pdl"] = True
+    registers = {"maxnreg": given["maxnreg"]} if nvidia and given["maxnreg"] else {}
     _decode[(programs,)](
-        **facts, **shared,
+        **facts, **shared, BLOCK_N=block_n,
         SAME_STRIDES=facts["k"].stride() == facts["v"].stride(),
-        PIN=given["PIN"] if nvidia and quantised and facts["COMPUTE"] == tl.float16 else 0,
-        num_warps=given["num_warps"], num_stages=given["num_stages"], **options,
+        ASSEMBLY=nvidia and facts["k"].element_size() == 1 and facts["COMPUTE"] == tl.float16,
+        PIN=given["PIN"], num_warps=given["num_warps"], num_stages=given["num_stages"], **registers,
     )  # fmt: skip
-    block_r = min(rows, given["MERGE_ROWS"])
-    options = {"launch_pdl": True} if pdl else {}
-    _merge_pieces[(programs, rows // block_r)](
-        **{name: facts[name] for name in _MERGE_FACTS}, **shared, BLOCK_R=block_r,
-        PIECES=max(1, 32 * given["MERGE_WARPS"] * 32 // (block_r * facts["BLOCK_D"])), num_warps=given["MERGE_WARPS"], **options,
+    _merge_pieces[(programs, rows)](
+        **{name: facts[name] for name in _MERGE_FACTS}, **shared,
+        PIECES=max(1, _MERGED_AT_ONCE // facts["BLOCK_D"]), num_warps=_MERGE_WARPS,
     )  # fmt: skip
 
 
-_MERGED_AT_ONCE = 8192  # numbers of pieces in the registers of a program of 256 threads
+_MOST_ROWS = 64  # of one matrix product
+_MERGED_AT_ONCE = 4096  # numbers of pieces in the registers of one program
+_MERGE_WARPS = 4
 _MERGE_FACTS = (
     "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks", "v_scale", "out_stride_token",
     "out_stride_head", "lse_stride", "value_scale", "left", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM",
@@ -427,25 +385,29 @@ _MERGE_FACTS = (
 )  # fmt: skip
 
 
-def _rows(packed: int) -> int:
-    return min(max(triton.next_power_of_2(packed), 16), 64)
+def _block_m(q: Tensor, k: Tensor, longest: int) -> int:
+    packed: int = triton.next_power_of_2(longest * q.shape[1] // k.shape[-2])
+    return min(max(packed, 16), _MOST_ROWS)
 
 
-def default_parameters(q: Tensor, k: Tensor, longest: int) -> Mapping[str, int]:
-    """Launch parameters that compile without spills and fit every GPU from compute capability 8.0."""
-    wide = q.shape[2] > 128
-    large = _rows(longest * q.shape[1] // k.shape[-2]) > 16
+def parameters_key(q: Tensor, k: Tensor, block_size: int, longest: int) -> str:
+    """The class of a call in the table of tuned launch parameters."""
+    return f"M{_block_m(q, k, longest)} {shape_key(q, k, block_size)}"
+
+
+def default_parameters(q: Tensor, k: Tensor, longest: int) -> Parameters:
+    """Launch parameters that compile without spills and fit every GPU from compute capability 8.0.
+
+    BLOCK_N keys at a time, UNIT by UNIT shared out, LEAST_KEYS to a range at least; PROGRAMS programs per
+    multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `_load`. Bytes on the way are what
+    counts: about 32 KB of keys and values per tile.
+    """
     exact = q.dtype == torch.float32 or k.dtype == torch.float32
+    quantised = k.element_size() == 1 and not exact
+    block_n = max(32, min(128, 8192 // triton.next_power_of_2(q.shape[2])))
+    if exact or _block_m(q, k, longest) > 16:
+        block_n = 32
     return {
-        "BLOCK_N": 32 if wide or large or exact else 64, "num_warps": 4, "num_stages": 2 if exact else 3,
-        "PROGRAMS": 2, "LEAST_KEYS": 128, "maxnreg": 0, "PDL": 2, "PIN": 1, "MERGE_ROWS": 1, "MERGE_WARPS": 4,
+        "BLOCK_N": block_n, "UNIT": 16, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1,
+        "PDL": 1, "num_warps": 4, "num_stages": 2 if exact else 3, "maxnreg": 128 if quantised else 0,
     }  # fmt: skip
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    """The multiprocessors of a GPU; a handful for the interpreter."""
-    if device.type == "cpu":
-        return 2
-    found = torch.get_device_module(device).get_device_properties(device)
-    return int(getattr(found, "multi_processor_count", 0) or getattr(found, "gpu_subslice_count", 64))
