@@ -144,6 +144,16 @@ def with_scaled_rows(facts: dict[str, Any]) -> dict[str, Any]:
     return facts | {"COMPUTE": _TRITON_DTYPES[compute_dtype(dtype, dtype)], "PLAIN": plain}
 
 
+def invariant_tile(facts: dict[str, Any]) -> dict[str, int]:
+    """Tiles of batch-invariant mode, the same for prefill and decode: the bits of a row depend on them."""
+    wide = facts["HEAD_DIM"] > 128
+    if facts["COMPUTE"] == tl.float32:
+        block_m, block_n, num_warps = (16, 32, 8) if wide else (32, 32, 4)
+    else:
+        block_m, block_n, num_warps = (64, 32, 8) if wide else (64, 64, 4)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": 2}
+
+
 def _scales(scale: Tensor | None) -> tuple[int, tuple[int, int, int]]:
     """How the scales come, and their strides over block, slot and head."""
     if scale is None:

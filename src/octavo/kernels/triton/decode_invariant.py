@@ -17,11 +17,14 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton import decode_plan, tiles
-from octavo.kernels.triton.attention_arguments import UNALIGNED, UNSPECIALISED, with_scaled_rows
+from octavo.kernels.triton.attention_arguments import (
+    UNALIGNED,
+    UNSPECIALISED,
+    invariant_tile,
+    with_scaled_rows,
+)
 
 _CHUNK: tl.constexpr = tl.constexpr(tiles.INVARIANT_CHUNK)
-_BLOCK_M: tl.constexpr = tl.constexpr(64)
-_BLOCK_N: tl.constexpr = tl.constexpr(tiles.INVARIANT_TILE)
 
 
 @triton.jit(do_not_specialize=(*UNSPECIALISED, "most_chunks"), do_not_specialize_on_alignment=UNALIGNED)
@@ -38,18 +41,19 @@ def _decode_chunks(
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     ROWS: tl.constexpr, ROW_TILES: tl.constexpr, BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     rank = tl.program_id(0) // NUM_KV_HEADS
     ranks = tl.num_programs(0) // NUM_KV_HEADS
     per, total_units = decode_plan.divide(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, 1,
-        GROUP, _BLOCK_M, _CHUNK, BLOCK_B, ONE_BLOCK,
+        GROUP, BLOCK_M, _CHUNK, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
     unit = rank * per
     end = tl.minimum(unit + per, total_units)
     b, begin = decode_plan.sequence_of(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, _BLOCK_M, _CHUNK, BLOCK_B, ONE_BLOCK
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, BLOCK_M, _CHUNK, BLOCK_B, ONE_BLOCK
     )
     dims = tl.arange(0, BLOCK_D)
     if K_SCALES == 1:
@@ -58,7 +62,7 @@ def _decode_chunks(
         value_scale *= tl.load(v_scale)
     while unit < end:
         q_begin, q_len, k_begin, k_len, item_first, chunks, units = decode_plan.work(
-            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, _BLOCK_M, _CHUNK
+            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, _CHUNK
         )
         if unit >= begin + units:
             begin += units
@@ -66,8 +70,8 @@ def _decode_chunks(
         else:
             row_tile = (unit - begin) // chunks
             chunk = (unit - begin) % chunks
-            local = tl.arange(0, _BLOCK_M)
-            r = row_tile * _BLOCK_M + local
+            local = tl.arange(0, BLOCK_M)
+            r = row_tile * BLOCK_M + local
             token = r // GROUP
             heads = kv_head * GROUP + r % GROUP
             in_sequence = token < q_len
@@ -76,9 +80,9 @@ def _decode_chunks(
             first = item_first
             last = k_len
             if left is not None:
-                first = tl.maximum(first, k_len - q_len + row_tile * _BLOCK_M // GROUP - left)
+                first = tl.maximum(first, k_len - q_len + row_tile * BLOCK_M // GROUP - left)
             if right is not None:
-                top = tl.minimum((row_tile * _BLOCK_M + _BLOCK_M - 1) // GROUP, q_len - 1)
+                top = tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
                 last = tl.minimum(last, k_len - q_len + top + right + 1)
 
             q_rows = rows * q_stride_token + heads.to(tl.int64) * q_stride_head
@@ -107,16 +111,16 @@ def _decode_chunks(
                 v + head * v_stride_head, v_stride_block, v_stride_slot, run_block, run_slot,
                 k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
             )  # fmt: skip
-            from_tile = (item_first // _CHUNK + chunk) * (_CHUNK // _BLOCK_N)
-            to_tile = tl.minimum(from_tile + _CHUNK // _BLOCK_N, (last + _BLOCK_N - 1) // _BLOCK_N)
-            from_tile = tl.maximum(from_tile, first // _BLOCK_N)
+            from_tile = (item_first // _CHUNK + chunk) * (_CHUNK // BLOCK_N)
+            to_tile = tl.minimum(from_tile + _CHUNK // BLOCK_N, (last + BLOCK_N - 1) // BLOCK_N)
+            from_tile = tl.maximum(from_tile, first // BLOCK_N)
             acc, high, total = tiles.absorb_tiles(
-                q_tile, tl.zeros([_BLOCK_M, BLOCK_D], tl.float32),
-                tl.full([_BLOCK_M], float("-inf"), tl.float32), tl.zeros([_BLOCK_M], tl.float32),
+                q_tile, tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+                tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
                 from_tile, tl.where(last > first, to_tile, from_tile), 0, 0, keys_of,
                 (positions, first, last, scale), table_row, k_scale_head, v_scale_head,
                 left, right, softcap, slopes,
-                True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, _BLOCK_N,
+                True, PLAIN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, BLOCK_N,
             )  # fmt: skip
             if chunks == 1:
                 tiles.store_rows(
@@ -140,18 +144,19 @@ def _merge_chunks(
     out, lse, partial_acc, partial_sums, cu_seqlens_q, cu_seqlens_k, leftpad, sinks, v_scale,
     out_stride_token, out_stride_head, lse_stride, value_scale, left, batch, most_chunks,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    V_SCALES: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, BLOCK_R: tl.constexpr,
+    V_SCALES: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Fold the partials of BLOCK_R rows of one item, in the order of the keys."""
     row_tile = tl.program_id(0) % ROW_TILES
     kv_head = tl.program_id(0) // ROW_TILES % NUM_KV_HEADS
     b = tl.program_id(0) // (ROW_TILES * NUM_KV_HEADS)
     q_begin, q_len, _, _, _, chunks, units = decode_plan.work(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, _BLOCK_M, _CHUNK
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, _CHUNK
     )
-    if (units > 0) & (chunks > 1) & (row_tile * _BLOCK_M < q_len * GROUP):
+    if (units > 0) & (chunks > 1) & (row_tile * BLOCK_M < q_len * GROUP):
         local = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-        r = row_tile * _BLOCK_M + local
+        r = row_tile * BLOCK_M + local
         token = r // GROUP
         heads = kv_head * GROUP + r % GROUP
         seen = token < q_len
@@ -179,10 +184,11 @@ def _merge_chunks(
 def decode_invariant(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int, programs: int) -> None:
     """Launch on the `attention_arguments.arguments` of a call; the number of programs changes no bit."""
     facts = with_scaled_rows(facts)
+    tile = invariant_tile(facts)
     device, batch = facts["q"].device, facts["batch"]
     packed = max_seqlen_q * facts["GROUP"]  # query rows of an item
-    row_tiles = triton.cdiv(packed, 64)
-    rows = min(triton.next_power_of_2(packed), 64)
+    row_tiles = triton.cdiv(packed, tile["BLOCK_M"])
+    rows = min(triton.next_power_of_2(packed), tile["BLOCK_M"])
     most_chunks = triton.cdiv(max_seqlen_k, tiles.INVARIANT_CHUNK)
     slots = batch * facts["NUM_KV_HEADS"] * row_tiles * most_chunks if most_chunks > 1 else 0
     partial_acc = torch.empty((slots, rows, facts["BLOCK_D"]), dtype=torch.float32, device=device)
@@ -192,14 +198,14 @@ def decode_invariant(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int
     heads = facts["NUM_KV_HEADS"]
     _decode_chunks[(max(1, programs // heads) * heads,)](
         **facts, **sizes, partial_acc=partial_acc, partial_sums=partial_sums,
-        BLOCK_B=block_b, ONE_BLOCK=batch <= block_b, num_warps=4, num_stages=3,
+        BLOCK_B=block_b, ONE_BLOCK=batch <= block_b, **tile,
     )  # fmt: skip
     if most_chunks > 1:
         block_r = min(rows, 4)
         shared = {name: facts[name] for name in _MERGE_FACTS}
         _merge_chunks[(batch * facts["NUM_KV_HEADS"] * row_tiles, rows // block_r)](
             **shared, **sizes, partial_acc=partial_acc, partial_sums=partial_sums,
-            BLOCK_R=block_r, num_warps=2,
+            BLOCK_M=tile["BLOCK_M"], BLOCK_R=block_r, num_warps=2,
         )  # fmt: skip
 
 

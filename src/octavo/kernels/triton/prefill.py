@@ -29,6 +29,7 @@ from octavo.kernels.triton.attention_arguments import (
     UNSPECIALISED,
     arguments,
     block_size_of,
+    invariant_tile,
     num_processors,
     shape_key,
     with_scaled_rows,
@@ -271,7 +272,7 @@ def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | 
     num_long = _most_long(num_rows, facts["batch"])
     if num_long == 0:
         return
-    chosen = given or _INVARIANT
+    chosen = given or invariant_tile(facts)
     options = {name: value for name, value in chosen.items() if value}  # no maxnreg is no option, not 0
     num_tiles = _most_tiles(num_rows * facts["GROUP"], num_long, chosen["BLOCK_M"])
     splits = _splits(num_tiles * num_kv_heads, max_seqlen_k, chosen, q.device) if given else 1
@@ -296,12 +297,6 @@ def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | 
         )  # fmt: skip
 
 
-_INVARIANT: Mapping[str, int] = {
-    "BLOCK_M": 64,
-    "BLOCK_N": tiles.INVARIANT_TILE,
-    "num_warps": 4,
-    "num_stages": 2,
-}
 _COMBINED_ROWS = 4
 _COMBINE_FACTS = (
     "out", "lse", "cu_seqlens_q", "sinks", "v_scale", "out_stride_token", "out_stride_head", "lse_stride",

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 
 SHORT = 8  # sequences of at most so many query rows are decode's, longer ones are prefill's
-# Batch-invariant mode: keys are cut at multiples of these, wherever the batch and its chunks begin and end.
-INVARIANT_TILE = 64
+# Batch-invariant mode: keys are cut at multiples of this, wherever the batch and its chunks begin and end.
 INVARIANT_CHUNK = 1024
 
 # How a quantised cache's scales come: none (or folded into a float), one in memory, one per token and head.
