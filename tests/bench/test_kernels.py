@@ -24,8 +24,8 @@ def clock(monkeypatch):
     """Every kernel takes 10 us, give or take one; calls are counted."""
     timed = []
 
-    def gpu_time(calls, *_):
-        timed.append(len(calls))
+    def gpu_time(calls, group_ms):
+        timed.append((len(calls), group_ms))
         return GpuTime(10.0, 9.5, 10.5, is_graph=True)
 
     monkeypatch.setattr(kernels, "gpu_time", gpu_time)
@@ -57,9 +57,10 @@ def test_a_row_has_its_value_floor_and_spread():
     assert row.details == {"us": 10.0, "spread": 0.1, "error": 0.0, "bar": 12.0}
 
 
-def test_a_row_of_operations_counts_them():
+def test_a_row_of_operations_counts_them_and_takes_longer_runs(clock):
     build = functools.partial(lambda memory: work(flops=4e9))
     (measured,) = bench().run([case("prefill/1x8", build, unit="TFLOP/s")])
+    assert clock == [(3, 60.0)]
     row = measured.row()
     assert (row.value, row.better, row.floor) == (400.0, "higher", 800.0)
     assert (measured.point.flops_per_byte, measured.point.flops_per_s) == (200.0, 4e14)

@@ -124,7 +124,7 @@ def measured_elsewhere(monkeypatch):
     ceilings = roofline.Ceilings(4e12, 3e12, 8e14, empty_kernel_us=1.0)
     bench = kernels.Bench(Memory(torch.device("cpu"), 1), ceilings, [], {"fa3": "no module"})
     monkeypatch.setattr(kernels, "chosen", lambda patterns, quick: rows[: 2 if quick else 1])
-    monkeypatch.setattr(kernels, "gpu_time", lambda calls: GpuTime(10.0, 9.0, 11.0, True))
+    monkeypatch.setattr(kernels, "gpu_time", lambda calls, group_ms: GpuTime(10.0, 9.0, 11.0, True))
     monkeypatch.setattr(kernels.Bench, "open", classmethod(lambda cls, device, names: bench))
     monkeypatch.setattr(kernels.Bench, "compile", lambda self, cases: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

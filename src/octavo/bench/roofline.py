@@ -17,7 +17,7 @@ from octavo.errors import ConfigError
 
 _BUFFER_BYTES = 4 << 30
 _MATMUL = 8192
-_MATMUL_MS = 60.0  # as long as a timed kernel runs: a GPU gets slower in longer runs
+_MATMUL_MS = 60.0  # as long as kernels that multiply are timed: a GPU gets slower in longer runs
 
 
 @dataclass(frozen=True)

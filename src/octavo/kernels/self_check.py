@@ -87,28 +87,62 @@ def forms(kernel: str) -> Iterator[tuple[torch.dtype, torch.dtype | None, float]
 
 
 def _attention(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    return _short_queries(kernel, draw) + _long_queries(kernel, draw)
+
+
+def _short_queries(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     """A chunk with a past, a decode, nothing, more queries than keys; shuffled blocks, NaN elsewhere."""
     written: list[Tensor] = []
     table = draw.int32(6, 2, -1, 5, 0, 3, -1, -1, -1, 1, -1, -1).view(4, 3)
     cu_q, cu_k = draw.int32(0, 3, 4, 4, 8), draw.int32(0, 7, 18, 18, 20)
-    for head_dim, kv_heads in ((64, 3), (40, 1), (96, 9)):
-        q = draw(8, 9, head_dim)
+    shapes: tuple[tuple[int, int], ...] = ((64, 3), (40, 1), (96, 9))
+    if draw.cache is not None or draw.stored == torch.float16:
+        shapes = shapes[:1]  # each is a kernel to compile, and differs in nothing that the others do not show
+    for head_dim, kv_heads in shapes:
         values = [draw(8, 4, kv_heads, head_dim, seed=s) for s in (1, 2)]
         for cache in values:
             for block, offset in ((2, 3), (3, 3), (1, 2), (4, 0), (7, 0)):
                 cache[block, offset:] = float("nan")
-        caches = [
-            draw.cached(cache, scale) for cache, scale in zip(values, ("k_scale", "v_scale"), strict=True)
-        ]
-        for window, softcap, extras in (((-1, -1), 0.0, False), ((2, 0), 5.0, True)):
-            out = torch.full_like(q, float("nan"))
-            lse = torch.full((9, 8), float("nan"), dtype=draw.lse_dtype, device=draw.device)
-            slopes = draw.place(torch.linspace(0.0, 1.0, 9)) if extras else None
-            sinks = draw.place(torch.linspace(-1.0, 1.0, 9)) if extras else None
-            scores = {"softmax_scale": 0.2, "causal": True, "window_size": window, "softcap": softcap}
-            places = {"block_table": table, "out": out, "lse": lse, **draw.scales}
-            kernel(q, *caches, cu_q, cu_k, 4, 11, alibi_slopes=slopes, sinks=sinks, **scores, **places)
-            written += [out, lse]
+        written += _attend(kernel, draw, draw(8, 9, head_dim), values, cu_q, cu_k, 4, 11, table)
+    return written
+
+
+def _long_queries(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    """A chunk with a past, and more queries than keys, each alone: what a GPU has other kernels for."""
+    written: list[Tensor] = []
+    values = [draw(5, 16, 3, 64, seed=s) for s in (1, 2)]
+    for cache in values:
+        for block, offset in ((0, 0), (1, 8), (3, 0)):
+            cache[block, offset:] = float("nan")
+    for rows, keys in ((14, 40), (20, 9)):
+        lengths = draw.int32(0, rows), draw.int32(0, keys), rows, keys
+        written += _attend(kernel, draw, draw(rows, 9, 64), values, *lengths, draw.int32(4, 2, 1).view(1, 3))
+    return written
+
+
+def _attend(
+    kernel: Callable[..., Any],
+    draw: Draw,
+    q: Tensor,
+    values: list[Tensor],
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    table: Tensor,
+) -> list[Tensor]:
+    """Out and LSE, with no option and with all of them."""
+    written: list[Tensor] = []
+    caches = [draw.cached(cache, scale) for cache, scale in zip(values, ("k_scale", "v_scale"), strict=True)]
+    for window, softcap, extras in (((-1, -1), 0.0, False), ((2, 0), 5.0, True)):
+        out = torch.full_like(q, float("nan"))
+        lse = torch.full((9, len(q)), float("nan"), dtype=draw.lse_dtype, device=draw.device)
+        slopes = draw.place(torch.linspace(0.0, 1.0, 9)) if extras else None
+        sinks = draw.place(torch.linspace(-1.0, 1.0, 9)) if extras else None
+        scores = {"softmax_scale": 0.2, "causal": True, "window_size": window, "softcap": softcap}
+        places = {"block_table": table, "out": out, "lse": lse, **draw.scales}
+        kernel(q, *caches, cu_q, cu_k, max_q, max_k, alibi_slopes=slopes, sinks=sinks, **scores, **places)
+        written += [out, lse]
     return written
 
 
