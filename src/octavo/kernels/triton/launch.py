@@ -1,9 +1,17 @@
 """What the small kernels share in being launched.
 
 Programmatic dependent launch (NVIDIA, from compute capability 9.0) lets a kernel get on its way while the one
-before it still runs: its programs start as soon as there is room for them and then wait for the kernels
-before them to end; nothing in memory is touched until then. In a chain of short kernels that hides the
-launches.
+before it still runs: its programs start as soon as there is room for them, and then wait for the kernels
+before them to end. In a chain of short kernels that hides the launches. The rule, for every kernel that is
+launched with `launch_pdl`:
+
+- all its programs wait (`gdc_wait`) before the first load or store of anything that another kernel writes or
+  reads. Kernel n + 1 then ends after kernel n, and that after n - 1, whoever signals when;
+- it may signal (`gdc_launch_dependents`) at once: the kernel behind it relies on the end of this one, not on
+  the signal. Only a kernel that always runs behind one certain other may rely on what that one did before it
+  signalled.
+
+A program takes about 1.2 ns to start this way on an H200, and half of that otherwise: give it enough to do.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
