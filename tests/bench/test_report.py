@@ -120,6 +120,74 @@ def test_a_table_shows_values_peers_and_promises():
     ]
 
 
+KERNELS = {
+    **RESULT,
+    "hardware": "NVIDIA H200, driver 1; a host",
+    "ceilings": {"read TB/s": 4.6},
+    "failed": {"decode/3 fa3": "wrong by 1"},
+    "rows": [
+        {
+            "name": "decode/1",
+            "value": 10.0,
+            "unit": "us",
+            "better": "lower",
+            "floor": 8.0,
+            "peers": {"fa3": 12.0},
+            "ratio": {"fa3": 1.2},
+            "details": {"us": 10.0, "spread": 0.01},
+        },
+        {
+            "name": "prefill/1",
+            "value": 600.0,
+            "unit": "TFLOP/s",
+            "better": "higher",
+            "floor": 800.0,
+            "peers": {},
+            "ratio": {},
+            "details": {},
+        },
+    ],
+}
+
+
+def test_a_table_of_kernels_shows_the_share_of_the_bound():
+    validate(KERNELS, "here")
+    assert table(KERNELS).splitlines() == [
+        "|  | Octavo | of the bound | fa3 |",
+        "| --- | ---: | ---: | ---: |",
+        "| decode/1 | 10 us | 80 % | 12 (1.20x) |",
+        "| prefill/1 | 600 TFLOP/s | 75 % |  |",
+        "",
+        "`octavo bench throughput` on NVIDIA H200, driver 1; a host; 2026-01-02, commit 0123456789; "
+        "python 3.11.7. Bounds from read TB/s 4.6. In brackets: how many times better Octavo is.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.update(ceilings={"read": "fast"}), "ceilings must map names to numbers"),
+        (lambda r: r.update(failed=[]), "failed must map row names to reasons"),
+        (lambda r: r.pop("failed"), "must have the keys"),
+    ],
+)
+def test_a_wrong_file_of_kernels_is_refused(change, message):
+    result = copy.deepcopy(KERNELS)
+    change(result)
+    with pytest.raises(ResultFileError, match=f"here: {message}"):
+        validate(result, "here")
+
+
+def test_kernels_are_written_with_their_gpu_and_what_failed(tmp_path):
+    row = Row("decode/1", 10.0, "us", "lower", 8.0, details={"spread": 0.1})
+    path = tmp_path / "kernels.json"
+    write_result(path, [row], command="x", gpu="A GPU", ceilings={"read": 4.0}, failed={"b": "no"})
+    result = read_result(path)
+    assert result["hardware"].startswith("A GPU; ")
+    assert result["failed"] == {"b": "no"}
+    assert result["rows"][0]["details"] == {"spread": 0.1}
+
+
 def test_a_pattern_picks_rows_and_must_match_some():
     assert "one stream" not in table(RESULT, "lo*")
     assert table(RESULT, "lo* | one*") == table(RESULT)

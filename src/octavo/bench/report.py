@@ -272,19 +272,27 @@ def table(result: dict[str, Any], pattern: str = "*") -> str:
     if not rows:
         raise ResultFileError(f"no row of {result['command']!r} matches {pattern!r}")
     peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
-    has_floor = any(row["floor"] is not None for row in rows)
     is_bound = "ceilings" in result
-    header = ["", "Octavo", *peers, *(["bound" if is_bound else "promised"] if has_floor else [])]
+    has_promise = not is_bound and any(row["floor"] is not None for row in rows)
+    header = [
+        "",
+        "Octavo",
+        *(["of the bound"] if is_bound else []),
+        *peers,
+        *(["promised"] if has_promise else []),
+    ]
     lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
     for row in rows:
         cells = [row["name"], f"{number(row['value'])} {row['unit']}"]
+        if is_bound:
+            cells.append(f"{100 * _of_bound(row):.0f} %")
         for peer in peers:
             cells.append(
                 f"{number(row['peers'][peer])} ({row['ratio'][peer]:.2f}x)" if peer in row["peers"] else ""
             )
-        if has_floor:
-            promise = "" if is_bound else "at least " if row["better"] == "higher" else "at most "
-            cells.append("" if row["floor"] is None else f"{promise}{number(row['floor'])}")
+        if has_promise:
+            bound = "at least" if row["better"] == "higher" else "at most"
+            cells.append("" if row["floor"] is None else f"{bound} {number(row['floor'])}")
         lines.append("| " + " | ".join(cells) + " |")
     used = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "octavo")
     where = f"on {result['hardware']}; {result['date']}, commit {result['commit'][:10]}; {used}."
@@ -296,6 +304,12 @@ def table(result: dict[str, Any], pattern: str = "*") -> str:
     if peers:
         source += " In brackets: how many times better Octavo is."
     return "\n".join([*lines, "", source])
+
+
+def _of_bound(row: dict[str, Any]) -> float:
+    """The share of what the hardware could do that is reached."""
+    better = (row["value"], row["floor"]) if row["better"] == "higher" else (row["floor"], row["value"])
+    return float(better[0] / better[1])
 
 
 _MARKED = re.compile(r"(<!-- results: (\S+)(?: ([^\n>]+?))? -->\n).*?(<!-- /results -->)", re.DOTALL)
