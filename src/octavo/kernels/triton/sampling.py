@@ -8,7 +8,7 @@ Three launches, whatever the batch:
    token that may be drawn: at least k groups reach the k-th largest group maximum, so every one of the k
    largest tokens lies in a group that does. The tokens of these groups that reach it are gathered into a
    short list, and the cuts are searched for there. Rows without filters need only one tile; greedy ones, too.
-3. `_search`, a program per row, returns at once unless the list would have been too long (a flat row, a large
+3. `search`, a program per row, returns at once unless the list would have been too long (a flat row, a large
    top_k, equal logits by the thousand): then the cuts are searched for over the whole row.
 
 A row's bits depend on nothing else: probabilities become integers before they are added up (2^39 for a row's
@@ -27,21 +27,16 @@ from torch import Tensor
 from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.attention_arguments import num_processors
 from octavo.kernels.triton.launch import begin
+from octavo.kernels.triton.sampling_list import choose_among_few, choose_from_list
 from octavo.kernels.triton.sampling_parts import (
-    COUNT,
     LOG2E,
     LOWEST,
-    MASS,
     ONE,
     OPEN,
     OPTIONS,
-    TALLY,
-    draw_from_list,
     halfway,
     key_of,
-    kth_key,
     logprob_of,
-    mass_key,
     mass_of,
     point_of,
     row_mass,
@@ -49,7 +44,6 @@ from octavo.kernels.triton.sampling_parts import (
     scale_of,
     scaled_up,
     weight_of,
-    without_late_ties,
 )
 from octavo.kernels.triton.sampling_search import search
 from octavo.kernels.triton.tuning import Parameters
@@ -246,83 +240,6 @@ def _gather(
     return num_found
 
 
-@triton.jit
-def _choose_among_few(
-    own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p, row, seeds, positions,
-    vocab_size, FEW: tl.constexpr, PART: tl.constexpr = 16,
-):  # fmt: skip
-    """Compares each candidate with each other one instead of searching for the cuts."""
-    lanes = tl.arange(0, FEW)
-    here = lanes < num_found
-    x = tl.load(own_logits + lanes, mask=here, other=-float("inf"))
-    ids = tl.load(own_ids + lanes, mask=here, other=0)
-    order = _order(x, ids)
-    packed = tl.where(here, (weight_of(x, highest, scale) * ONE).to(tl.int64) + TALLY, 0)
-    ahead = tl.zeros((PART, FEW), tl.int64)
-    for start in range(0, FEW, PART):
-        others = start + tl.arange(0, PART)
-        is_there = others < num_found
-        other_x = tl.load(own_logits + others, mask=is_there, other=-float("inf"))
-        other_ids = tl.load(own_ids + others, mask=is_there, other=0)
-        other_packed = tl.where(is_there, (weight_of(other_x, highest, scale) * ONE).to(tl.int64) + TALLY, 0)
-        is_ahead = _order(other_x, other_ids)[:, None] > order[None, :]
-        ahead += tl.where(is_ahead, other_packed[:, None], 0)
-    ahead = tl.sum(ahead, axis=0)
-    if top_k > 0:
-        packed = tl.where((ahead >> COUNT) < top_k, packed, 0)
-    if top_p < 1:
-        mass_here = tl.sum(packed) & MASS
-        if (top_k > 0) | (min_p > 0):
-            total = mass_here
-        target = tl.minimum(scaled_up(top_p, total), mass_here)
-        packed = tl.where((ahead & MASS) < target, packed, 0)
-    point = point_of(row, seeds, positions, tl.sum(packed) & MASS)
-    return draw_from_list(ids, packed, point, vocab_size)
-
-
-@triton.jit
-def _order(x, ids):
-    """Larger for a larger logit, then for a lower id."""
-    return (key_of(x).to(tl.int64) << 32) - ids
-
-
-@triton.jit
-def _choose_from_list(
-    own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p, row, seeds, positions,
-    vocab_size, CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    lanes = tl.arange(0, CANDIDATES)
-    kept = lanes < num_found
-    x = tl.load(own_logits + lanes, mask=kept, other=-float("inf"))
-    ids = tl.load(own_ids + lanes, mask=kept, other=0)
-    keys = key_of(x)
-    packed = (weight_of(x, highest, scale) * ONE).to(tl.int64) + TALLY
-    low = tl.min(tl.where(kept, keys, 2147483647)).to(tl.int64)
-    high = key_of(highest).to(tl.int64) + 1
-    if (top_k > 0) & (num_found > top_k):
-        key = kth_key(keys, kept, top_k, low, high)
-        num_ties = top_k - tl.sum((kept & (keys > key)).to(tl.int32))
-        kept = without_late_ties(keys, ids, kept, key, num_ties, vocab_size)
-        low = key.to(tl.int64)
-    packed = tl.where(kept, packed, 0)
-    mass_here = tl.sum(packed) & MASS
-    if top_p < 1:
-        if (top_k > 0) | (min_p > 0):
-            total = mass_here
-        target = tl.minimum(scaled_up(top_p, total), mass_here)
-        key = mass_key(keys, packed, target, low, high)
-        above = tl.sum(tl.where(keys > key, packed, 0)) & MASS
-        ties = keys == key
-        # Never 0: the target is not reached above the key.
-        each = tl.max(tl.where(kept & ties, packed, 0)) & MASS
-        num_ties = ((target - above + each - 1) // each).to(tl.int32)
-        kept = without_late_ties(keys, ids, kept, key, num_ties, vocab_size)
-        packed = tl.where(kept, packed, 0)
-        mass_here = tl.sum(packed) & MASS
-    point = point_of(row, seeds, positions, mass_here)
-    return draw_from_list(ids, packed, point, vocab_size)
-
-
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=OPTIONS)
 def _choose(
     logits,
@@ -395,12 +312,12 @@ def _choose(
                 )  # fmt: skip
                 token = OPEN
                 if num_found <= FEW:
-                    token = _choose_among_few(
+                    token = choose_among_few(
                         own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p,
                         row, seeds, positions, vocab_size, FEW,
                     )  # fmt: skip
                 elif num_found <= CANDIDATES:
-                    token = _choose_from_list(
+                    token = choose_from_list(
                         own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p,
                         row, seeds, positions, vocab_size, CANDIDATES,
                     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.launch import begin
+from octavo.kernels.triton.sampling_list import kth_key, mass_key
 from octavo.kernels.triton.sampling_parts import (
     COUNT,
     LOWEST,
@@ -18,9 +19,7 @@ from octavo.kernels.triton.sampling_parts import (
     TALLY,
     halfway,
     key_of,
-    kth_key,
     logprob_of,
-    mass_key,
     mass_of,
     point_of,
     row_mass,
