@@ -118,6 +118,20 @@ def test_nothing_runs_after_an_illegal_access():
     assert "illegal memory access" in only.failure
 
 
+def test_a_row_is_kept_when_a_peer_kills_the_process_and_is_the_last():
+    def fatal(inputs):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    (only,) = bench(peer(fatal, "bad"), peer(fatal, "next")).run([case(), case()])
+    assert (only.value, list(only.peer_failures)) == (10.0, ["bad"])
+
+
+def test_a_peer_runs_only_rows_of_its_own_family():
+    write = peer(lambda inputs: [lambda: None], "other", ("kv_write",))
+    plain, fused = bench(write).run([case("kv_write/8"), case("kv_write_fused/8")])
+    assert (plain.peers, fused.peers) == ({"other": 10.0}, {})
+
+
 def attention_case():
     shape = AttentionShape((40, 40), 1, (4, 2, 64), 16)
     return case("decode/2x40", functools.partial(attention, shape))

@@ -44,6 +44,7 @@ class Measured:
     error: float = math.nan
     failure: str = ""
     point: Point | None = None
+    is_last: bool = False  # this process can do nothing more with the GPU
 
     @property
     def bar(self) -> float | None:
@@ -142,10 +143,10 @@ class Bench:
                 if isinstance(error, torch.OutOfMemoryError):
                     self.memory.release()
                     gc.collect()
-                elif _is_dead(error):
-                    yield measured
-                    return
+                measured.is_last = _is_dead(error)
             yield measured
+            if measured.is_last:
+                return
 
     def _measure(self, case: Case) -> Measured:
         with torch.inference_mode():
@@ -166,7 +167,7 @@ class Bench:
                     case.name, work.flops / work.bytes_moved, work.flops / measured.time.median_us * 1e6
                 )
             for peer in self.peers:
-                if any(case.family.startswith(family) for family in peer.families):
+                if case.family in peer.families and not measured.is_last:
                     self._measure_peer(peer, work, measured, group_ms)
         return measured
 
@@ -183,9 +184,8 @@ class Bench:
         except NotForThis:
             pass
         except Exception as error:
-            if _is_dead(error):
-                raise
             measured.peer_failures[peer.name] = _told(error)
+            measured.is_last = _is_dead(error)
 
 
 def _in_unit(case: Case, work: Work, us: float) -> float:

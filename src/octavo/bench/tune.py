@@ -59,7 +59,7 @@ def tune(kernels: Sequence[str], out: Path | None, say: Callable[[str], None]) -
         table.setdefault(name, {}).update(tune_one(one, say))
         write(path, table)  # after each kernel, so that a run that is cut short was not in vain
     tuning.forget()
-    say(f"written: {path}")
+    say(f"written: {path}; octavo bench kernels checks every kernel with it")
     return path
 
 
