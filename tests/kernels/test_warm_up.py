@@ -69,6 +69,14 @@ def test_decode_and_prefill_of_every_kind_of_batch(launches: dict) -> None:
         assert int(lens.max()) == max_q <= max_k
 
 
+@pytest.mark.parametrize("size", [1, 4, 8, 9])
+def test_a_small_model_is_not_taken_past_its_bounds(launches: dict, size: int) -> None:
+    run(max_num_batched_tokens=size, max_model_len=size)
+    for arguments, _ in launches["flash_attn_varlen_func"]:
+        assert len(arguments[0]) <= size
+        assert int(arguments[3].diff().max()) <= arguments[5] <= arguments[6]
+
+
 def test_options_of_the_model_reach_every_call(launches: dict) -> None:
     run(
         window_sizes=((-1, -1), (7, 0)),

@@ -236,7 +236,7 @@ def _prefill(model: ModelShape, window: tuple[int, int]) -> None:
                     _attend(model, window, [length, *[1] * (batch - 1)], length, bound_k)
     for length in (_SHORT + 1, min(longest, 1024)):
         for batch in _around_powers(model.max_num_seqs):
-            if length > _SHORT and length + batch - 1 <= model.max_num_batched_tokens:
+            if _SHORT < length <= longest and length + batch - 1 <= model.max_num_batched_tokens:
                 _attend(model, window, [length, *[1] * (batch - 1)], length, model.max_model_len)
 
 
