@@ -95,6 +95,7 @@ def _summarise(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Maximum and mass of each group of tiles num_programs apart; raw_sum, if any: at temperature 1."""
     begin(PDL)
     # The next tile is on its way while this one is worked on.
     for unit in tl.range(tl.program_id(0), num_units, num_programs, num_stages=STAGES):
@@ -120,6 +121,7 @@ def _summarise(
 def _first_in_tile(
     source, tile, highest, vocab_size, ROWS: tl.constexpr, GROUPS: tl.constexpr, VEC: tl.constexpr
 ):
+    """The lowest id of a tile whose logit is `highest`."""
     ids = tile * (ROWS * GROUPS * VEC) + tl.arange(0, ROWS * GROUPS * VEC)
     x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     return tl.min(tl.where((x == highest) & (ids < vocab_size), ids, vocab_size))
@@ -269,6 +271,7 @@ def _choose(
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The row's token, -1 for a row without a distribution, or OPEN."""
     begin(PDL)
     row = tl.program_id(0)
     num_groups = num_tiles * GROUPS

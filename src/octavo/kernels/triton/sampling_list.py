@@ -105,7 +105,7 @@ def choose_among_few(
     own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p, row, seeds, positions,
     vocab_size, FEW: tl.constexpr, PART: tl.constexpr = 16,
 ):  # fmt: skip
-    """Compares each candidate with each other one instead of searching for the cuts."""
+    """As `choose_from_list`, but compares each candidate with each other one instead of searching."""
     lanes = tl.arange(0, FEW)
     here = lanes < num_found
     x = tl.load(own_logits + lanes, mask=here, other=-float("inf"))
@@ -139,6 +139,10 @@ def choose_from_list(
     own_logits, own_ids, num_found, total, highest, scale, top_k, top_p, min_p, row, seeds, positions,
     vocab_size, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
+    """top_k, top_p and the draw among num_found <= CANDIDATES tokens, min_p's cut behind them.
+
+    `total` is the mass of the whole row; top_p refers to it where nothing else cuts.
+    """
     lanes = tl.arange(0, CANDIDATES)
     kept = lanes < num_found
     x = tl.load(own_logits + lanes, mask=kept, other=-float("inf"))

@@ -1,4 +1,4 @@
-"""Pieces that the sampling kernels share: order, fixed-point masses, the random number, searches of a list.
+"""Pieces that the sampling kernels share: order, fixed-point masses, the random number.
 
 A mass is a token's probability relative to the row's most likely token, as an integer in units of 1 / ONE.
 A packed mass counts tokens as well: one TALLY each, above the MASS of up to 2,048 tokens.
@@ -19,12 +19,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 # Fixed point of probabilities relative to the largest. A list's sum stays below 2^51, a row's below 2^62.
 ONE = tl.constexpr(2.0**39)
-FROM_UNITS = tl.constexpr(2.0**17)  # of `_group_mass`
+FROM_UNITS = tl.constexpr(2.0**17)  # a group's sum comes in units of 2^-22
 COUNT = tl.constexpr(51)
 TALLY = tl.constexpr(1 << 51)
 MASS = tl.constexpr((1 << 51) - 1)
 LOWEST = tl.constexpr(-(2**31))
-# In `ids` between the launches: left to `_search`.
+# In `ids` between the launches: left to `search`.
 OPEN = tl.constexpr(-2)
 
 # splitmix64, as in `reference/sampling.py`
@@ -119,11 +119,13 @@ def point_of(row, seeds, positions, total):
 
 @triton.jit
 def halfway(low, high):
+    """Of int64, so that the sum stays in range."""
     return (low + high) >> 1
 
 
 @triton.jit
 def logprob_of(row, token, source, group_max, raw_sum, highest, num_groups, ALL_GROUPS: tl.constexpr):
+    """Of the row's token under the softmax of the logits as they are."""
     groups = tl.arange(0, ALL_GROUPS)
     here = groups < num_groups
     place = row.to(tl.int64) * num_groups + groups
