@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import decode_plan, tiles
+from octavo.kernels.triton import decode_plan, is_interpreted, tiles
 from octavo.kernels.triton.attention_arguments import (
     UNALIGNED,
     UNSPECIALISED,
@@ -335,17 +335,22 @@ def decode_attention(
     if batch_invariant:
         decode_invariant(facts, longest, max_seqlen_k, 2 * num_processors(q.device))
         return
-    key = parameters_key(q, k, facts["BLOCK_SIZE"], longest)
-    given = parameters("decode_attention", q.device, key, default_parameters(q, k, longest))
-    launch(facts, longest, max_seqlen_k, given)
+    # Beside prompts, sequences of this kernel mostly have one row, and tiles for more would be slower.
+    together = longest if max_seqlen_q <= tiles.SHORT else 1
+    key = parameters_key(q, k, facts["BLOCK_SIZE"], together)
+    given = parameters("decode_attention", q.device, key, default_parameters(q, k, together))
+    launch(facts, longest, together, max_seqlen_k, given)
 
 
-def launch(facts: dict[str, Any], longest: int, max_seqlen_k: int, given: Parameters) -> None:
-    """Both launches, on the `arguments` of a call; `longest`: query rows of a sequence, at most."""
+def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int, given: Parameters) -> None:
+    """Both launches, on the `arguments` of a call.
+
+    `longest`: query rows of a sequence, at most; `together`: for how many of them a tile of rows is made.
+    """
     device, batch, num_kv_heads = facts["q"].device, facts["batch"], facts["NUM_KV_HEADS"]
     packed = longest * facts["GROUP"]
-    rows = min(triton.next_power_of_2(packed), _MOST_ROWS)
-    block_m, block_n = max(rows, 16), given["BLOCK_N"]
+    block_m, block_n = _block_m(together * facts["GROUP"]), given["BLOCK_N"]
+    rows = min(triton.next_power_of_2(packed), block_m)
     unit = min(block_n, given["UNIT"])
     least = max(1, given["LEAST_KEYS"] // unit)
     # No more programs than there can be work for, by the caller's bounds.
@@ -354,7 +359,7 @@ def launch(facts: dict[str, Any], longest: int, max_seqlen_k: int, given: Parame
     ranks = min(ranks, triton.cdiv(most, least))
     programs = ranks * num_kv_heads
     block_b = decode_plan.sequences_at_once(batch)
-    nvidia = device.type == "cuda" and torch.version.hip is None
+    nvidia = device.type != "xpu" and torch.version.hip is None and not is_interpreted()
     chained = launch_options({"PDL": given["PDL"]}, device)
     shared = {
         "piece_acc": torch.empty((2 * programs, rows, facts["BLOCK_D"]), dtype=torch.float32, device=device),
@@ -385,27 +390,27 @@ _MERGE_FACTS = (
 )  # fmt: skip
 
 
-def _block_m(q: Tensor, k: Tensor, longest: int) -> int:
-    packed: int = triton.next_power_of_2(longest * q.shape[1] // k.shape[-2])
-    return min(max(packed, 16), _MOST_ROWS)
+def _block_m(packed: int) -> int:
+    return min(max(int(triton.next_power_of_2(packed)), 16), _MOST_ROWS)
 
 
-def parameters_key(q: Tensor, k: Tensor, block_size: int, longest: int) -> str:
+def parameters_key(q: Tensor, k: Tensor, block_size: int, together: int) -> str:
     """The class of a call in the table of tuned launch parameters."""
-    return f"M{_block_m(q, k, longest)} {shape_key(q, k, block_size)}"
+    block_m = _block_m(together * q.shape[1] // k.shape[-2])
+    return f"M{block_m} {shape_key(q, k, block_size)}"
 
 
-def default_parameters(q: Tensor, k: Tensor, longest: int) -> Parameters:
+def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
     """Launch parameters that compile without spills and fit every GPU from compute capability 8.0.
 
     BLOCK_N keys at a time, UNIT by UNIT shared out, LEAST_KEYS to a range at least; PROGRAMS programs per
-    multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `_load`. Bytes on the way are what
-    counts: about 32 KB of keys and values per tile.
+    multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `load_quickly`. What counts is bytes
+    on their way: tiles have about 32 KB of keys and values.
     """
     exact = q.dtype == torch.float32 or k.dtype == torch.float32
     quantised = k.element_size() == 1 and not exact
     block_n = max(32, min(128, 8192 // triton.next_power_of_2(q.shape[2])))
-    if exact or _block_m(q, k, longest) > 16:
+    if exact or _block_m(together * q.shape[1] // k.shape[-2]) > 16:
         block_n = 32
     return {
         "BLOCK_N": block_n, "UNIT": 16, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1,

@@ -82,7 +82,7 @@ def _run(case: Case, parameters: Parameters) -> Sequence[Callable[[], object]]:
             k_scale=0.05 if cache_dtype == torch.int8 else None,
             v_scale=0.05 if cache_dtype == torch.int8 else None, leftpad=None,
         )  # fmt: skip
-        return lambda: decode.launch(facts, 1, keys, parameters)
+        return lambda: decode.launch(facts, 1, 1, keys, parameters)
 
     return [call(table) for table in tables]
 
