@@ -1,4 +1,4 @@
-"""The sampler of the engine on the GPU: the CPU's greedy tokens and log probabilities, and one read a step."""
+"""The sampler of the engine on the GPU: the CPU's tokens and log probabilities, and one read a step."""
 
 from __future__ import annotations
 
