@@ -376,7 +376,9 @@ def sample(
     raw_sum = torch.empty_like(group_sum) if return_logprobs else None
     num_units = num_programs = num_rows * num_tiles
     if given["stages"] > 1:
-        num_programs = min(num_units, given["programs"] * num_processors(device))
+        # As many rounds as it takes, and no more programs than all rounds need.
+        rounds = triton.cdiv(num_units, given["programs"] * num_processors(device))
+        num_programs = triton.cdiv(num_units, rounds)
     size = (logits.stride(0), vocab_size, num_tiles)
     _summarise[(num_programs,)](
         logits, temperature, group_max, group_sum, raw_sum, *size, num_units, num_programs,
