@@ -22,9 +22,11 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parents[2] / "helpers" / "compiled_calls.py"
 ARCHS = {90: "all", 80: "some", 86: "some", 89: "some"}
 SHARED = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
-# Where fewer registers were measured to be faster than none in memory: the Hopper kernel gives 240 to the 64
-# rows of a group of warps, the other prefill kernel 128 so that two programs share a multiprocessor.
-SPILLS_IN_LOOPS = {"attend": 32, "_prefill": 64}
+# Registers that may go through memory inside a loop, over Triton 3.6 to 3.9: next to none, but where fewer
+# registers were measured to be faster. The Hopper kernel gives 240 to the 64 rows of a group of warps, the
+# other prefill kernel 128 so that two programs share a multiprocessor.
+SPILLS_IN_LOOPS = {"attend": 64, "_prefill": 112}
+ANY_SPILLS_IN_LOOPS = 4
 
 Kernel = dict[str, Any]
 Compiled = dict[str, dict[str, Any]]
@@ -100,7 +102,8 @@ def test_every_call_compiles(compiled: Compiled) -> None:
 
 def test_registers_are_enough(compiled: Compiled) -> None:
     """A value that goes through memory once, between two loops, does no harm; in a loop it does."""
-    refuse(compiled, lambda one: one["spills_in_loops"] > SPILLS_IN_LOOPS.get(one["name"], 0))
+    limits = SPILLS_IN_LOOPS
+    refuse(compiled, lambda one: one["spills_in_loops"] > limits.get(one["name"], ANY_SPILLS_IN_LOOPS))
 
 
 def test_shared_memory_is_enough(arch: int, compiled: Compiled) -> None:
