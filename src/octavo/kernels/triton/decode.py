@@ -44,7 +44,7 @@ from octavo.kernels.triton.tuning import Parameters, parameters
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: finite, so that it subtracts
-_PLAN = ("ranks", "least")
+_PLAN = ("ranks", "least", "table_entries")
 
 
 @triton.jit(do_not_specialize=(*UNSPECIALISED, *_PLAN), do_not_specialize_on_alignment=UNALIGNED)
@@ -56,7 +56,7 @@ def _decode(
     out_stride_token, out_stride_head, lse_stride, table_stride, slopes_stride,
     k_scale_stride_block, k_scale_stride_slot, k_scale_stride_head,
     v_scale_stride_block, v_scale_stride_slot, v_scale_stride_head,
-    scale, softcap, value_scale, left, right, batch, ranks, least,
+    scale, softcap, value_scale, left, right, batch, ranks, least, table_entries,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, SAME_STRIDES: tl.constexpr, ASSEMBLY: tl.constexpr,
@@ -68,8 +68,9 @@ def _decode(
         # Nothing is read before the kernels before this one end, but what will be read first is near then.
         fetch_ahead(cu_seqlens_q, 0, batch)
         fetch_ahead(cu_seqlens_k, 0, batch)
-        if block_table is not None:
-            fetch_ahead(block_table, 256 * program, batch * table_stride - 1)
+        if block_table is not None:  # noqa: SIM102  (this is decided by the compiler, what follows is not)
+            if table_entries > 0:
+                fetch_ahead(block_table, 256 * program, table_entries - 1)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = program % NUM_KV_HEADS
@@ -369,12 +370,12 @@ def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int
     }  # fmt: skip
     registers = {"maxnreg": given["maxnreg"]} if nvidia and given["maxnreg"] else {}
     _decode[(programs,)](
-        **facts, **shared, BLOCK_N=block_n,
+        **facts, **shared, table_entries=_entries(facts["block_table"]), BLOCK_N=block_n,
         SAME_STRIDES=facts["k"].stride() == facts["v"].stride(),
         ASSEMBLY=nvidia and facts["k"].element_size() == 1 and facts["COMPUTE"] == tl.float16,
         PIN=given["PIN"], num_warps=given["num_warps"], num_stages=given["num_stages"], **registers,
     )  # fmt: skip
-    _merge_pieces[(programs, rows)](
+    _merge_pieces[(programs, min(packed, block_m))](
         **{name: facts[name] for name in _MERGE_FACTS}, **shared,
         PIECES=max(1, _MERGED_AT_ONCE // facts["BLOCK_D"]), num_warps=_MERGE_WARPS,
     )  # fmt: skip
@@ -388,6 +389,13 @@ _MERGE_FACTS = (
     "out_stride_head", "lse_stride", "value_scale", "left", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM",
     "BLOCK_D", "V_SCALES",
 )  # fmt: skip
+
+
+def _entries(table: Tensor | None) -> int:
+    """From the first to the last entry of a block table, gaps included."""
+    if table is None or not table.numel():
+        return 0
+    return (table.shape[0] - 1) * table.stride(0) + table.shape[1]
 
 
 def _block_m(packed: int) -> int:
