@@ -99,6 +99,20 @@ def test_sinks_count_once_however_often_the_keys_are_cut(invariant: bool, finely
     torch.testing.assert_close(out[0], expected[:, None].expand(4, 16), rtol=1e-6, atol=1e-6)
 
 
+def test_keys_left_of_a_window_are_not_even_read(finely_cut: None) -> None:
+    """vllm#641: a weight of 0 times NaN would be NaN. The first blocks of the table are gone, too."""
+    inputs = prepare(Case((1, 2), (70, 33), window=(16, -1)), "cpu")
+    out, lse = inputs.check()
+    for b, first in enumerate((70 - 1 - 16, 33 - 2 - 16)):
+        unseen = inputs.slots[b][:first]
+        for name in ("k", "v"):
+            inputs.arguments[name][unseen // 16, unseen % 16] = math.nan
+        inputs.arguments["block_table"][b, : first // 16] = -1
+    again, lse_again = inputs.run()
+    assert torch.equal(again, out)
+    assert torch.equal(lse_again, lse)
+
+
 def test_long_queries_are_left_to_prefill() -> None:
     inputs = prepare(Case((1, 9, 2), (20, 30, 3)), "cpu")
     out, lse = decode_alone(inputs)
