@@ -29,6 +29,7 @@ from octavo.kernels.triton.attention_arguments import (
     UNSPECIALISED,
     arguments,
     block_size_of,
+    compute_dtype,
     invariant_tile,
     num_processors,
     shape_key,
@@ -261,7 +262,9 @@ def prefill_attention(
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         block_table=block_table, out=out, lse=lse, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,
     )  # fmt: skip
-    launch(facts, max_seqlen_k, None if batch_invariant else _parameters(q, k, facts["BLOCK_SIZE"]))
+    token_scales = tiles.TOKEN_SCALES in (facts["K_SCALES"], facts["V_SCALES"])
+    given = None if batch_invariant else _parameters(q, k, facts["BLOCK_SIZE"], token_scales)
+    launch(facts, max_seqlen_k, given)
 
 
 def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | None) -> None:
@@ -306,7 +309,7 @@ _COMBINE_FACTS = (
 
 def leaves_idle(q: Tensor, k: Tensor, batch: int, max_seqlen_k: int, block_table: Tensor | None) -> bool:
     """Whether there are so few tiles, over so many keys, that a kernel which divides them is far faster."""
-    given = _parameters(q, k, block_size_of(k, block_table))
+    given = _parameters(q, k, block_size_of(k, block_table), False)
     num_kv_heads = k.shape[-2]
     packed = q.shape[0] * q.shape[1] // num_kv_heads
     programs = _most_tiles(packed, _most_long(q.shape[0], batch), given["BLOCK_M"]) * num_kv_heads
@@ -315,9 +318,10 @@ def leaves_idle(q: Tensor, k: Tensor, batch: int, max_seqlen_k: int, block_table
     return _splits(programs, max_seqlen_k, given, q.device) > 1
 
 
-def _parameters(q: Tensor, k: Tensor, block_size: int) -> Mapping[str, int]:
-    default = default_parameters(q, k, block_size, is_hopper(q.device))
-    return parameters("prefill_attention", q.device, shape_key(q, k, block_size), default)
+def _parameters(q: Tensor, k: Tensor, block_size: int, token_scales: bool) -> Mapping[str, int]:
+    default = default_parameters(q, k, block_size, token_scales, is_hopper(q.device))
+    key = shape_key(q, k, block_size) + (" scaled" if token_scales else "")
+    return parameters("prefill_attention", q.device, key, default)
 
 
 @functools.cache
@@ -328,22 +332,24 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device.index) == (9, 0)
 
 
-def default_parameters(q: Tensor, k: Tensor, block_size: int, hopper: bool) -> Mapping[str, int]:
+def default_parameters(
+    q: Tensor, k: Tensor, block_size: int, token_scales: bool, hopper: bool
+) -> Mapping[str, int]:
     """Launch parameters that fit every GPU from compute capability 8.0; some are better on a Hopper.
 
     There a limit on registers lets several programs share a multiprocessor, and one multiplies while the
     others are at their softmax: worth more than the few numbers that then no longer fit in registers.
     """
-    head_dim = q.shape[2]
-    if q.dtype == torch.float32 or k.dtype == torch.float32:
-        return _point(16 if head_dim > 128 else 32, 32, 8 if k.dtype != q.dtype or head_dim > 128 else 4, 2)
+    wide = q.shape[2] > 128
+    if compute_dtype(q.dtype, k.dtype) == torch.float32:
+        return _point(16 if wide else 32, 32, 8 if wide or k.dtype != q.dtype else 4, 2)
     if not hopper:
-        return _point(64, 32, 8, 3) if head_dim > 128 else _point(128, 64, 8, 3)
-    if head_dim > 128:
+        return _point(64, 32, 8, 3) if wide else _point(128, 64, 8, 3)
+    if wide:
         return _point(128, 32, 8, 3)
-    if k.dtype != q.dtype:
+    if k.dtype != q.dtype and not token_scales:
         return _point(64, 64, 4, 3, 168)
-    if head_dim <= 64:
+    if q.shape[2] <= 64 and not token_scales:
         return _point(64, 64, 4, 3, 128)
     return _point(128, 64, 8, 2 if block_size == 0 else 3, 128)
 

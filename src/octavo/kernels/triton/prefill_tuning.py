@@ -41,7 +41,7 @@ def _case(model: tuple[int, int, int, torch.dtype, int], lens: tuple[int, ...]) 
     q = torch.empty(0, heads, head_dim, dtype=torch.bfloat16)
     k = torch.empty(0, block_size, kv_heads, head_dim, dtype=cache_dtype)
     hopper = torch.cuda.is_available() and prefill.is_hopper(torch.device("cuda"))
-    default = prefill.default_parameters(q, k, block_size, hopper)
+    default = prefill.default_parameters(q, k, block_size, False, hopper)
     return {"key": shape_key(q, k, block_size), "default": default, "model": model, "lens": lens}
 
 
