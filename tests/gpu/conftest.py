@@ -20,12 +20,12 @@ def _triton_room() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["decode", "prefill-hopper", "prefill-whole", "prefill-split", "mixed"])
+@pytest.fixture(params=["decode", "prefill-hopper", "prefill-whole", "prefill-split"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels a call runs through: gives the name of a test's case, and forces the kernel in it.
 
     hopper: the kernel of that architecture, where it fits the call. whole, split: the one for every GPU, with
-    the keys of a row in one program, or divided among 7. The other two paths are as they come.
+    the keys of a row in one program, or divided among 7. Other names are as they come.
     """
     from octavo.kernels.triton import attention, prefill  # here: a machine without a GPU may have no Triton
 

@@ -180,17 +180,13 @@ def one_by_one(inputs: Inputs, **options: object) -> list[Tensor]:
 
 INVARIANT = [
     {},
-    {"window": (200, 0)},
-    {"sinks": True, "softcap": 5.0},
-    {"alibi": "head"},
+    {"window": (200, 0), "sinks": True, "softcap": 5.0},
+    {"alibi": "head", "block_size": 64},
     {"cache_dtype": torch.float8_e4m3fn, "scales": "token"},
-    {"cache_dtype": torch.int8, "scales": "tensor"},
-    {"block_size": 64},
-    {"block_size": 1},
+    {"cache_dtype": torch.int8, "scales": "tensor", "block_size": 1},
     {"heads": (9, 3), "head_dim": 64},
-    {"heads": (5, 1), "head_dim": 80},
+    {"heads": (5, 1), "head_dim": 80, "dtype": torch.float16},
     {"heads": (16, 2), "head_dim": 256},
-    {"dtype": torch.float16},
     {"dtype": torch.float32},
 ]
 

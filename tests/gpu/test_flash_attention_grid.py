@@ -15,11 +15,11 @@ KV_CACHE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", draw_cases(72, KV_CACHE, [59, 64, 128, 256]), ids=str)
+@pytest.mark.parametrize("case", draw_cases(48, KV_CACHE, [59, 64, 128, 256]), ids=str)
 def test_with_kvcache(case: KvCase) -> None:
     check(case, "cuda")
 
 
-@pytest.mark.parametrize("case", varlen_cases(48, VARLEN, HEAD_DIMS, batch=4), ids=str)
+@pytest.mark.parametrize("case", varlen_cases(32, VARLEN, HEAD_DIMS, batch=4), ids=str)
 def test_varlen(case: Case) -> None:
     prepare(case, "cuda").check()
