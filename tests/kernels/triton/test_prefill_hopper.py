@@ -36,7 +36,13 @@ def ask(**changes: Any) -> str | None:
     q = torch.empty(40, 4, head_dim, dtype=dtype)
     cache = torch.empty(8, block_size, 2, head_dim, dtype=changes.pop("cache_dtype", dtype))
     arguments = {"q": q, "k": cache, "v": cache, "block_table": torch.zeros(1, 8, dtype=torch.int32)}
-    arguments = {**arguments, "out": torch.empty_like(q), "softmax_scale": 1.0, **changes}
+    arguments = {
+        **arguments,
+        "out": torch.empty_like(q),
+        "max_seqlen_q": 400,
+        "softmax_scale": 1.0,
+        **changes,
+    }
     return prefill_hopper.supports_hopper(**arguments)
 
 
@@ -67,6 +73,7 @@ def cache_of(num_blocks: int, block_size: int, **strides: int) -> torch.Tensor:
         ({"v_scale": torch.ones(1)}, "v_scale"),
         ({"leftpad": torch.zeros(1, dtype=torch.int32)}, "leftpad"),
         ({"batch_invariant": True}, "batch_invariant"),
+        ({"max_seqlen_q": 96}, "at most 96 rows"),
         ({"softmax_scale": 0.0}, "not positive"),
         ({"softmax_scale": -1.0}, "not positive"),
         ({"q": torch.empty(40 * 512 + 1, dtype=torch.bfloat16)[1:].view(40, 4, 128)}, "aligned"),
@@ -159,11 +166,11 @@ class Gpu(NoGpu):
 
 with Gpu(90) as gpu:
     for heads, head_dim, block_size, options in CASES:
-        q = torch.empty(256, heads, head_dim, dtype=torch.bfloat16)
+        q = torch.empty(9000, heads, head_dim, dtype=torch.bfloat16)
         cache = torch.empty(40, block_size, 1, head_dim, dtype=torch.bfloat16)
         table = torch.zeros(1, 40, dtype=torch.int32)
-        lens = torch.tensor([0, 256], dtype=torch.int32)
-        packed = (q, cache, cache, lens, lens, 256, 256)
+        rows, keys = torch.tensor([[0, 9000], [0, 256]], dtype=torch.int32)  # enough to fill the GPU
+        packed = (q, cache, cache, rows, keys, 9000, 256)
         flash_attn_varlen_func(*packed, block_table=table, causal=True, **options)
         (kernel,) = gpu.take()
         print(json.dumps({"shared": kernel.shared, "sass": gpu.sass()}))

@@ -74,8 +74,8 @@ def varlen_attention(
             not isinstance(hopper, str)
             and not prefill.leaves_idle(q, k, batch, max_seqlen_k, block_table)
             and hopper.supports_hopper(
-                q, k, v, block_table, out, softmax_scale=softmax_scale, alibi_slopes=alibi_slopes,
-                sinks=sinks, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,
+                q, k, v, block_table, out, max_seqlen_q=longest, softmax_scale=softmax_scale,
+                alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,
                 batch_invariant=batch_invariant,
             ) is None
         )  # fmt: skip

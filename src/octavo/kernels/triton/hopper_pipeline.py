@@ -41,6 +41,16 @@ from octavo.kernels.triton import tiles
 BLOCK_M = gl.constexpr(128)
 PACKED, PAGED, RUNS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # where keys lie; runs: a block each
 TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+# (64, 4): what each of the four threads of a row in an accumulator's layout has summed up.
+_SUM_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
 _SHORT = gl.constexpr(tiles.SHORT)
 _LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -200,7 +210,6 @@ def _produce(
         # Long tiles first, and heads of a group one after the other: they read the same keys.
         head = work % NUM_HEADS
         tile = num_tiles - 1 - work // NUM_HEADS
-        work = gl.atomic_add(counter, 1, sem="relaxed")
         b = _find_sequence(cu_seqlens_q, batch, tile)
         q_start = gl.load(cu_seqlens_q + b)
         q_len = gl.load(cu_seqlens_q + b + 1) - q_start
@@ -246,11 +255,13 @@ def _produce(
                     _copy_tile(plan.k, count, k_desc, k_rows, head // GROUP * HEAD_COLUMNS[1])
                     _copy_tile(plan.v, count, v_desc, v_rows, head // GROUP * HEAD_COLUMNS[2])
                     count += 1
+        work = gl.atomic_add(counter, 1, sem="relaxed")
     _send(plan.notes, sent, -1, 0, 0, 0, 0, 0, 0, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The warpgroups. Rows of O: acc (64, D), not yet divided; high: the largest score so far; total: of weights
+# The warpgroups. Of their 64 rows: acc (64, D), not yet divided; high (64), the largest score so far; sums
+# (64, 4), of the weights so far
 
 
 @gluon.jit
@@ -267,7 +278,7 @@ def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_h
         position = row + k_len - q_len  # of the first row, among the keys
         acc = gl.zeros([64, D], gl.float32, layout=plan.O_LAYOUT)
         high = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
-        total = gl.full([64], 0.0, gl.float32, layout=ROWS)
+        sums = gl.full([64, 4], 0.0, gl.float32, layout=_SUM_LAYOUT)
         if end > first:
             q = plan.q.wait_full(num_q)
             k = plan.k.wait_full(count)
@@ -276,7 +287,7 @@ def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_h
             _your_turn(plan, WARPGROUP)
             s = warpgroup_mma_wait(0, deps=(s,))
             plan.k.release(count)
-            s, high, total, _ = _softmax(plan, s, high, total, (end - 1) * BLOCK_N, position, k_len, True)
+            s, high, sums, _ = _softmax(plan, s, high, sums, (end - 1) * BLOCK_N, position, k_len, True)
             p = _as_operand(plan, s.to(q.dtype))
             if end * BLOCK_N > k_len:
                 _clear_rows(plan.v.wait_full(count), 0, k_len - (end - 1) * BLOCK_N)
@@ -290,13 +301,13 @@ def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_h
             if plan.HAS_LEFT:
                 whole_first = gl.maximum(position + 63 - plan.left + BLOCK_N - 1, 0) // BLOCK_N
                 whole_first = gl.maximum(gl.minimum(whole_first, whole_end), first)
-            state = (acc, p, high, total, count)
+            state = (acc, p, high, sums, count)
             if plan.HAS_RIGHT:
                 state = _walk(plan, WARPGROUP, state, q, end - 1, whole_end, position, k_len, True)
             state = _walk(plan, WARPGROUP, state, q, whole_end, whole_first, position, k_len, False)
             if plan.HAS_LEFT:
                 state = _walk(plan, WARPGROUP, state, q, whole_first, first, position, k_len, True)
-            acc, p, high, total, count = state
+            acc, p, high, sums, count = state
             plan.q.release(num_q)
             num_q += 2
             v = plan.v.wait_full(count - 1)
@@ -306,6 +317,7 @@ def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_h
             acc = warpgroup_mma(p, v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             plan.v.release(count - 1)
+        total = gl.convert_layout(gl.sum(sums, 1), ROWS)
         _store(plan, acc, high, total, out, lse, head, row, q_start, q_len, lse_stride, out_row, out_head)
         received += 1
         head, row, q_start, q_len, k_len, low, first, end = _receive(plan.notes, received)
@@ -314,7 +326,7 @@ def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_h
 @gluon.jit
 def _walk(plan, WARPGROUP: gl.constexpr, state, q, end, first, position, k_len, MASKED: gl.constexpr):
     """Key tiles end - 1 down to first; the product with V is one tile behind the scores."""
-    acc, p, high, total, count = state
+    acc, p, high, sums, count = state
     for j in range(end - first):
         k = plan.k.wait_full(count)
         _my_turn(plan, WARPGROUP, count)
@@ -325,7 +337,7 @@ def _walk(plan, WARPGROUP: gl.constexpr, state, q, end, first, position, k_len, 
         s = warpgroup_mma_wait(1, deps=(s,))
         plan.k.release(count)
         key = (end - 1 - j) * k.shape[0]
-        s, high, total, alpha = _softmax(plan, s, high, total, key, position, k_len, MASKED)
+        s, high, sums, alpha = _softmax(plan, s, high, sums, key, position, k_len, MASKED)
         s = s.to(q.dtype)
         # Full long since; but a wait ends a basic block, and in one block with the wait for the product the
         # assembler would move the softmax behind that, and nothing would run beside the product.
@@ -335,7 +347,7 @@ def _walk(plan, WARPGROUP: gl.constexpr, state, q, end, first, position, k_len, 
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, plan.O_LAYOUT))[:, None]
         p = _as_operand(plan, s)
         count += 1
-    return acc, p, high, total, count
+    return acc, p, high, sums, count
 
 
 @gluon.jit
@@ -363,8 +375,8 @@ def _your_turn(plan, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(plan, s, high, total, key, position, k_len, MASKED: gl.constexpr):
-    """Weights of scores s (64, BLOCK_N), the new high and total, and alpha, which rescales what came before.
+def _softmax(plan, s, high, sums, key, position, k_len, MASKED: gl.constexpr):
+    """Weights of scores s (64, BLOCK_N), the new high and sums, and alpha, which rescales what came before.
 
     Weights are powers of 2: exp2(s * scale - high * scale), one multiply-add and one exp2 for each.
     """
@@ -388,7 +400,10 @@ def _softmax(plan, s, high, total, key, position, k_len, MASKED: gl.constexpr):
         base = gl.where(new_high == float("-inf"), 0.0, base)
     s = gl.exp2(s * scale - base[:, None])
     alpha = gl.exp2(high * scale - base)
-    return s, new_high, total * alpha + gl.sum(s, 1), alpha
+    # A row's four threads each sum their own columns; they meet at the end of the tile.
+    own = gl.sum(gl.sum(s.reshape([64, s.shape[1] // 8, 4, 2]), 3), 1)
+    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, _SUM_LAYOUT))[:, None]
+    return s, new_high, sums + gl.convert_layout(own, _SUM_LAYOUT), alpha
 
 
 @gluon.jit

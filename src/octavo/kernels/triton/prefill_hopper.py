@@ -20,6 +20,7 @@ from octavo.kernels.triton.attention_arguments import block_size_of, num_process
 _OLDEST, _NEWEST = (3, 6), (3, 9)  # of Triton, that the tests compile it with: Gluon's names still move
 # By head_dim: keys in a tile, and tiles of K and of V in shared memory.
 _TILES = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
+_FEW_ROWS = 96  # of a tile's 128, which are of one head: fewer, and most of the products are for nothing
 _LEAST_BOX = 8  # rows of a TMA box: the swizzled layout repeats after so many
 _FAR = 2**30  # further than any key; added to a position it stays inside int32
 
@@ -31,6 +32,7 @@ def supports_hopper(
     block_table: Tensor | None,
     out: Tensor,
     *,
+    max_seqlen_q: int,
     softmax_scale: float,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -61,6 +63,10 @@ def supports_hopper(
         return "batch_invariant"
     if softmax_scale <= 0:
         return "a softmax_scale that is not positive"
+    if max_seqlen_q <= _FEW_ROWS and q.shape[1] > k.shape[-2]:
+        return (
+            f"sequences of at most {max_seqlen_q} rows"  # the other kernel has the rows of a group in a tile
+        )
     if 0 < block_size_of(k, block_table) < _LEAST_BOX:
         return f"blocks of {k.shape[1]} slots"
     if out.data_ptr() % 16 or out.stride(0) % 8 or out.stride(1) % 8:
