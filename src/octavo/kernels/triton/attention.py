@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.triton import decode, prefill
+from octavo.kernels.triton import decode, is_interpreted, prefill
 from octavo.kernels.triton.tiles import SHORT
 
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,7 +29,16 @@ def supports(q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> s
         return f"no Triton kernel for {cache_dtype}"
     if head_dim > _MAX_HEAD_DIM:
         return f"head_dim is over {_MAX_HEAD_DIM}"
+    if cache_dtype == torch.float8_e4m3fn and not _reads_float8():
+        return "this GPU has no float8: that takes compute capability 8.9"
     return None
+
+
+def _reads_float8() -> bool:
+    """Whether Triton converts from float8_e4m3fn for the current device."""
+    if is_interpreted() or torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def varlen_attention(
