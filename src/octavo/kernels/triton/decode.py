@@ -38,13 +38,13 @@ from octavo.kernels.triton.attention_arguments import (
     shape_key,
 )
 from octavo.kernels.triton.decode_invariant import decode_invariant
-from octavo.kernels.triton.decode_tiles import fetch_ahead, load_quickly, look_up
+from octavo.kernels.triton.decode_tiles import load_quickly, look_up, split_scales
 from octavo.kernels.triton.launch import options as launch_options
 from octavo.kernels.triton.tuning import Parameters, parameters
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: finite, so that it subtracts
-_PLAN = ("ranks", "least", "table_entries")
+_PLAN = ("ranks", "least")
 
 
 @triton.jit(do_not_specialize=(*UNSPECIALISED, *_PLAN), do_not_specialize_on_alignment=UNALIGNED)
@@ -56,33 +56,27 @@ def _decode(
     out_stride_token, out_stride_head, lse_stride, table_stride, slopes_stride,
     k_scale_stride_block, k_scale_stride_slot, k_scale_stride_head,
     v_scale_stride_block, v_scale_stride_slot, v_scale_stride_head,
-    scale, softcap, value_scale, left, right, batch, ranks, least, table_entries,
+    scale, softcap, value_scale, left, right, batch, ranks, least,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, SAME_STRIDES: tl.constexpr, ASSEMBLY: tl.constexpr,
-    PIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    PIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if PDL:
-        # Nothing is read before the kernels before this one end, but what will be read first is near then.
-        fetch_ahead(cu_seqlens_q, 0, batch)
-        fetch_ahead(cu_seqlens_k, 0, batch)
-        if block_table is not None:  # noqa: SIM102  (this is decided by the compiler, what follows is not)
-            if table_entries > 0:
-                fetch_ahead(block_table, 256 * program, table_entries - 1)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = program % NUM_KV_HEADS
     rank = program // NUM_KV_HEADS
     per, total_units = decode_plan.divide(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least,
-        GROUP, BLOCK_M, UNIT, BLOCK_B, ONE_BLOCK,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
     unit = rank * per
     end = tl.minimum(unit + per, total_units)
     b, begin = decode_plan.sequence_of(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, BLOCK_M, UNIT, BLOCK_B, ONE_BLOCK
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, unit, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK
     )
     if K_SCALES == 1:
         scale *= tl.load(k_scale)
@@ -93,14 +87,14 @@ def _decode(
     dims = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, BLOCK_N)
     # Whether each tile lies inside one block.
-    INSIDE: tl.constexpr = BLOCK_N <= BLOCK_SIZE and UNIT % BLOCK_N == 0
+    INSIDE: tl.constexpr = BLOCK_N <= BLOCK_SIZE
     # Inside one block or run: where a tile's keys are relative to its first.
     k_within = offsets.to(tl.int64) * k_stride_slot
     v_within = offsets.to(tl.int64) * v_stride_slot
 
     while unit < end:
         q_begin, q_len, k_begin, k_len, first, per_item, units = decode_plan.work(
-            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, UNIT
+            cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, BLOCK_N
         )
         if unit >= begin + units:
             begin += units
@@ -123,8 +117,8 @@ def _decode(
             q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=q_mask, other=0.0).to(COMPUTE)
             position = k_len - q_len + token
             # Keys from_key .. to_key - 1 of the item are this range's; a row sees low .. above - 1 of them.
-            from_key = (first // UNIT + done) * UNIT
-            to_key = tl.minimum(from_key + count * UNIT, k_len)
+            from_key = (first // BLOCK_N + done) * BLOCK_N
+            to_key = tl.minimum(from_key + count * BLOCK_N, k_len)
             low = tl.zeros_like(position)
             above = tl.zeros_like(position) + to_key
             if left is not None:
@@ -198,7 +192,10 @@ def _decode(
 
                 k_tile = load_quickly(k_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN == 2)
                 products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, v_scales, PLAIN)
+                s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, None, PLAIN)
+                if v_scales is not None:
+                    power, rest = split_scales(v_scales)
+                    s += power[None, :]
                 visible = keys[None, :] < above[:, None]
                 if left is not None or leftpad is not None:
                     visible = visible & (keys[None, :] >= low[:, None])
@@ -213,7 +210,8 @@ def _decode(
                 high = new_high
                 totals = totals * shrink[:, None]
                 if v_scales is not None:
-                    totals += p / v_scales[None, :]
+                    totals += p * tl.exp2(-power)[None, :]
+                    p *= rest[None, :]
                 else:
                     totals += p
                 v_tile = load_quickly(v_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN > 0)
@@ -238,7 +236,7 @@ def _merge_pieces(
     out, lse, piece_acc, piece_sums, cu_seqlens_q, cu_seqlens_k, leftpad, sinks, v_scale,
     out_stride_token, out_stride_head, lse_stride, value_scale, left, batch, ranks, least,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    V_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    V_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr, PDL: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -250,17 +248,17 @@ def _merge_pieces(
     rank = program // NUM_KV_HEADS
     per, total_units = decode_plan.divide(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, ranks, least,
-        GROUP, BLOCK_M, UNIT, BLOCK_B, ONE_BLOCK,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
     start = rank * per
     end = start + per
     # Its last item, when that goes on after it and did not come from before it.
     b, begin = decode_plan.sequence_of(
         cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, end - 1,
-        GROUP, BLOCK_M, UNIT, BLOCK_B, ONE_BLOCK,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, ONE_BLOCK,
     )  # fmt: skip
     q_begin, q_len, _, _, _, per_item, _ = decode_plan.work(
-        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, UNIT
+        cu_seqlens_q, cu_seqlens_k, leftpad, left, batch, b, GROUP, BLOCK_M, BLOCK_N
     )
     item = 0
     if not ONE_ITEM:
@@ -352,10 +350,9 @@ def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int
     packed = longest * facts["GROUP"]
     block_m, block_n = _block_m(together * facts["GROUP"]), given["BLOCK_N"]
     rows = min(triton.next_power_of_2(packed), block_m)
-    unit = min(block_n, given["UNIT"])
-    least = max(1, given["LEAST_KEYS"] // unit)
+    least = max(1, given["LEAST_KEYS"] // block_n)
     # No more programs than there can be work for, by the caller's bounds.
-    most = batch * triton.cdiv(packed, block_m) * max(1, triton.cdiv(max_seqlen_k, unit))
+    most = batch * triton.cdiv(packed, block_m) * max(1, triton.cdiv(max_seqlen_k, block_n))
     ranks = max(1, num_processors(device) * given["PROGRAMS"] // num_kv_heads)
     ranks = min(ranks, triton.cdiv(most, least))
     programs = ranks * num_kv_heads
@@ -365,12 +362,12 @@ def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int
     shared = {
         "piece_acc": torch.empty((2 * programs, rows, facts["BLOCK_D"]), dtype=torch.float32, device=device),
         "piece_sums": torch.empty((2 * programs, rows, 2), dtype=torch.float32, device=device),
-        "ranks": ranks, "least": least, "BLOCK_M": block_m, "UNIT": unit, "ROWS": rows,
+        "ranks": ranks, "least": least, "BLOCK_M": block_m, "BLOCK_N": block_n, "ROWS": rows,
         "BLOCK_B": block_b, "ONE_BLOCK": batch <= block_b, "ONE_ITEM": packed <= block_m, **chained,
     }  # fmt: skip
     registers = {"maxnreg": given["maxnreg"]} if nvidia and given["maxnreg"] else {}
     _decode[(programs,)](
-        **facts, **shared, table_entries=_entries(facts["block_table"]), BLOCK_N=block_n,
+        **facts, **shared,
         SAME_STRIDES=facts["k"].stride() == facts["v"].stride(),
         ASSEMBLY=nvidia and facts["k"].element_size() == 1 and facts["COMPUTE"] == tl.float16,
         PIN=given["PIN"], num_warps=given["num_warps"], num_stages=given["num_stages"], **registers,
@@ -382,20 +379,13 @@ def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int
 
 
 _MOST_ROWS = 64  # of one matrix product
-_MERGED_AT_ONCE = 4096  # numbers of pieces in the registers of one program
+_MERGED_AT_ONCE = 8192  # numbers of pieces in the registers of one program
 _MERGE_WARPS = 4
 _MERGE_FACTS = (
     "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks", "v_scale", "out_stride_token",
     "out_stride_head", "lse_stride", "value_scale", "left", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM",
     "BLOCK_D", "V_SCALES",
 )  # fmt: skip
-
-
-def _entries(table: Tensor | None) -> int:
-    """From the first to the last entry of a block table, gaps included."""
-    if table is None or not table.numel():
-        return 0
-    return (table.shape[0] - 1) * table.stride(0) + table.shape[1]
 
 
 def _block_m(packed: int) -> int:
@@ -411,7 +401,7 @@ def parameters_key(q: Tensor, k: Tensor, block_size: int, together: int) -> str:
 def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
     """Launch parameters that compile without spills and fit every GPU from compute capability 8.0.
 
-    BLOCK_N keys at a time, UNIT by UNIT shared out, LEAST_KEYS to a range at least; PROGRAMS programs per
+    BLOCK_N keys at a time, LEAST_KEYS to a range at least; PROGRAMS programs per
     multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `load_quickly`. What counts is bytes
     on their way: tiles have about 32 KB of keys and values.
     """
@@ -421,6 +411,6 @@ def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
     if exact or _block_m(together * q.shape[1] // k.shape[-2]) > 16:
         block_n = 32
     return {
-        "BLOCK_N": block_n, "UNIT": 16, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1,
+        "BLOCK_N": block_n, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1,
         "PDL": 1, "num_warps": 4, "num_stages": 2 if exact else 3, "maxnreg": 128 if quantised else 0,
     }  # fmt: skip

@@ -7,16 +7,6 @@ import triton.language as tl
 
 
 @triton.jit
-def fetch_ahead(table, first, last):
-    """Have a few cache lines of an int32 table brought into the L2 cache, from element `first` on."""
-    at = table + tl.minimum(first + 32 * tl.arange(0, 8), last)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def look_up(
     table_row, start, first, last, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, INSIDE: tl.constexpr
 ):  # fmt: skip
@@ -67,3 +57,16 @@ def load_quickly(
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
         )
     return tile
+
+
+@triton.jit
+def split_scales(scales):
+    """Each scale as (power, rest), 2^power * rest, rest from 1 to below 2.
+
+    The power of a value's scale joins its score, so that weights stay near 1 and keep their precision in 16
+    bits; a logarithm would do, but is a dozen instructions.
+    """
+    bits = scales.to(tl.int32, bitcast=True)
+    power = (bits >> 23) - 127
+    rest = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return power.to(tl.float32), rest
