@@ -55,5 +55,5 @@ def launch_class(x: Tensor) -> tuple[str, Parameters]:
     """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
     width = x.shape[1] // 2
     block = min(1024, launch.block_for(width))
-    given = {"BLOCK_I": block, "num_warps": max(1, block // 256), "PDL": 1}
+    given = {"BLOCK_I": block, "num_warps": max(1, block // 128), "PDL": 1}
     return f"I{width} {x.element_size()} bytes", given

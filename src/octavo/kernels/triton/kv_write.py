@@ -16,7 +16,6 @@ from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn, torch.int8)
-_FEW_ROWS = 8192  # up to so many (token, head) rows the launch is what takes time, not the bytes
 _VARYING = [
     "num_rows", "num_slots", "block_size",
     "k_token", "k_head", "v_token", "v_head",
@@ -45,7 +44,7 @@ def _write(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ALIGN: tl.constexpr, CACHE_ALIGN: tl.constexpr,
     FORM: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr, LD: tl.constexpr = 1, ST: tl.constexpr = 0,
+    BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch.begin(PDL)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -57,15 +56,8 @@ def _write(
     mask = live[:, None] & (dims < HEAD_DIM)
     k_at = launch.part(token, k_token, ALIGN) + launch.part(head, k_head, ALIGN)
     v_at = launch.part(token, v_token, ALIGN) + launch.part(head, v_head, ALIGN)
-    if LD == 1:
-        k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
-        v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0, eviction_policy="evict_first")
-    elif LD == 2:
-        k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0, cache_modifier=".cg")
-        v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0, cache_modifier=".cg")
-    else:
-        k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0)
-        v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0)
+    k_new = tl.load(k + (k_at[:, None] + dims), mask=mask, other=0.0)
+    v_new = tl.load(v + (v_at[:, None] + dims), mask=mask, other=0.0)
 
     block, offset, inside = place_of(slots, num_slots, block_size, BLOCK_SIZE)
     mask = inside[:, None] & (dims < HEAD_DIM)
@@ -82,18 +74,8 @@ def _write(
     v_scale_at = block * v_scale_block + offset * v_scale_slot + head * v_scale_head
     k_factor = quantization.factor(k_highest, k_scale, k_scale_at, inside, k_scale_value, FORM, K_SCALE, 1)
     v_factor = quantization.factor(v_highest, v_scale, v_scale_at, inside, v_scale_value, FORM, V_SCALE, 1)
-    if ST == 1:
-        tl.store(k_cache + k_to, k_new.to(k_cache.dtype.element_ty), mask=mask, cache_modifier=".cs")
-        tl.store(v_cache + v_to, v_new.to(k_cache.dtype.element_ty), mask=mask, cache_modifier=".cs")
-    elif ST == 2:
-        tl.store(k_cache + k_to, k_new.to(k_cache.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-        tl.store(v_cache + v_to, v_new.to(k_cache.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    elif ST == 3:
-        tl.store(k_cache + k_to, k_new.to(k_cache.dtype.element_ty), mask=mask, cache_modifier=".wt")
-        tl.store(v_cache + v_to, v_new.to(k_cache.dtype.element_ty), mask=mask, cache_modifier=".wt")
-    else:
-        quantization.store(k_cache, k_to, k_new, mask, k_factor, FORM)
-        quantization.store(v_cache, v_to, v_new, mask, v_factor, FORM)
+    quantization.store(k_cache, k_to, k_new, mask, k_factor, FORM)
+    quantization.store(v_cache, v_to, v_new, mask, v_factor, FORM)
 
 
 def supports(k_dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
@@ -137,11 +119,11 @@ def write_kv_cache(
 
 def launch_class(k: Tensor, k_cache: Tensor) -> tuple[str, Parameters]:
     """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
-    num_tokens, num_heads, head_dim = k.shape
-    few = num_tokens * num_heads <= _FEW_ROWS
-    key = f"{'few' if few else 'many'} D{head_dim} {k.element_size()} to {k_cache.element_size()} bytes"
-    rows = 16 if head_dim <= 64 else 8
-    return key, {"BLOCK_ROWS": rows, "num_warps": 4 if few else 2, "PDL": 1}
+    head_dim, item = k.shape[2], k_cache.element_size()
+    # 16 bytes a thread, of what is stored; few programs, as each takes its time to start.
+    rows = max(1, (2048 if item == 1 else 1024) // launch.block_for(head_dim))
+    key = f"D{head_dim} {k.element_size()} to {item} bytes"
+    return key, {"BLOCK_ROWS": rows, "num_warps": 4, "PDL": 1}
 
 
 def cache_arguments(

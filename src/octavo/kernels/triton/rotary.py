@@ -1,9 +1,9 @@
 """Rotary position embedding in place, and the pieces that `rotate_and_write` shares.
 
-A tile is (T, H, ...): heads of tokens. The compiler lays the threads of a warp along the last and the first
-dimension, so that each loads the cosines of its one token once and turns all its heads with them. A head is
-cut into *pairs*, whose first and second members are two tiles (T, H, R), R = rotary_dim / 2 rounded up to a
-power of two, and the *rest* behind rotary_dim.
+A tile is (T, H, ...): heads of tokens. A head is cut into *pairs*, whose first and second members are two
+tiles (T, H, R), R = rotary_dim / 2 rounded up to a power of two, and the *rest* behind rotary_dim. What all
+heads share, angles and weights of norms, is loaded in tiles of that shape, too, by each thread for itself and
+out of the cache: as one row it would get a layout of its own, and go through shared memory into the other.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -19,7 +19,6 @@ from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FEW_ROWS = 1 << 14  # up to so many (token, head) rows the launch is what takes time, not the bytes
 
 
 @triton.jit
@@ -31,43 +30,40 @@ def load_pairs(
     if INTERLEAVED:
         dims = tl.arange(0, 2 * BLOCK_R)[None, None, :]
         mask = live & (dims < 2 * HALF)
-        both = tl.load(x + (at + dims), mask=mask, other=0.0, eviction_policy="evict_first")
+        both = tl.load(x + (at + dims), mask=mask, other=0.0)
         first, second = tl.split(tl.reshape(both, (BLOCK_T, BLOCK_H, BLOCK_R, 2)))
     else:
         dims = tl.arange(0, BLOCK_R)[None, None, :]
         mask = live & (dims < HALF)
-        first = tl.load(x + (at + dims), mask=mask, other=0.0, eviction_policy="evict_first")
-        second = tl.load(x + (at + (HALF + dims)), mask=mask, other=0.0, eviction_policy="evict_first")
+        first = tl.load(x + (at + dims), mask=mask, other=0.0)
+        second = tl.load(x + (at + (HALF + dims)), mask=mask, other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
-def load_rest(x, at, live, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_REST: tl.constexpr):
+def load_rest(
+    x, at, live, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     """The channels (T, H, BLOCK_REST) float32 behind the pairs."""
     dims = 2 * HALF + tl.arange(0, BLOCK_REST)[None, None, :]
-    rest = tl.load(x + (at + dims), mask=live & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first")
+    rest = tl.load(x + (at + dims), mask=live & (dims < HEAD_DIM), other=0.0)
     return rest.to(tl.float32)
 
 
 @triton.jit
 def load_angles(
-    table,
-    table_row,
-    num_positions,
-    position,
-    live,
-    HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Cosines and sines (T, 1, R) of positions (T,); NaN, and nothing read, for a position without a row."""
-    dims = tl.arange(0, BLOCK_R)[None, :]
-    known = (position >= 0) & (position < num_positions)
-    at = table + (tl.multiple_of(position * table_row, ALIGN)[:, None] + dims)
-    mask = (live & known)[:, None] & (dims < HALF)
-    cos = tl.load(at, mask=mask, other=float("nan"), eviction_policy="evict_last")
-    sin = tl.load(at + HALF, mask=mask, other=float("nan"), eviction_policy="evict_last")
-    return cos[:, None, :], sin[:, None, :]
+    table, table_row, num_positions, position, live,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Cosines and sines (T, H, R) of positions (T,); NaN, and nothing read, for a position without a row."""
+    known = (position >= 0) & (position < num_positions) & live
+    dims = tl.arange(0, BLOCK_R)[None, None, :]
+    row = launch.part(position, table_row, ALIGN)[:, None, None] + tl.zeros((1, BLOCK_H, 1), tl.int64)
+    mask = known[:, None, None] & (dims < HALF)
+    cos = tl.load(table + (row + dims), mask=mask, other=float("nan"), eviction_policy="evict_last")
+    row += HALF
+    sin = tl.load(table + (row + dims), mask=mask, other=float("nan"), eviction_policy="evict_last")
+    return cos, sin
 
 
 @triton.jit
@@ -112,7 +108,9 @@ def _rotate(
     at = launch.grid(token, stride_token, head, stride_head, ALIGN)
     mask = mask[:, :, None]
     first, second = load_pairs(x, at, mask, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
-    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)
+    cos, sin = load_angles(
+        table, table_row, num_positions, position, live, HALF, BLOCK_H, BLOCK_R, TABLE_ALIGN
+    )
     first, second = turn(first, second, cos, sin)
     if INTERLEAVED:
         dims = tl.arange(0, 2 * BLOCK_R)[None, None, :]
@@ -164,7 +162,5 @@ def apply_rotary(
 
 def launch_class(q: Tensor, k: Tensor) -> tuple[str, Parameters]:
     """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
-    num_tokens, num_heads, head_dim = q.shape
-    few = num_tokens * (num_heads + k.shape[1]) <= _FEW_ROWS
-    key = f"{'few' if few else 'many'} H{num_heads}/{k.shape[1]} D{head_dim} {q.element_size()} bytes"
-    return key, {"BLOCK_H": 2 if few else 8, "BLOCK_T": 4, "num_warps": 1, "PDL": 1}
+    key = f"H{q.shape[1]}/{k.shape[1]} D{q.shape[2]} {q.element_size()} bytes"
+    return key, {"BLOCK_H": 8, "BLOCK_T": 2, "num_warps": 2, "PDL": 1}

@@ -19,40 +19,12 @@ from octavo.kernels.triton.quantization import store
 from octavo.kernels.triton.rotary import join_pairs, load_angles, load_pairs, load_rest, turn
 from octavo.kernels.triton.tuning import Parameters
 
-_FEW_ROWS = 1 << 14  # up to so many (token, head) rows the launch is what takes time, not the bytes
 _VARYING = [
     "num_tokens", "num_slots", "block_size", "num_positions", "table_row",
     "q_token", "q_head", "k_token", "k_head", "v_token", "v_head",
     "k_cache_block", "k_cache_slot", "k_cache_head", "v_cache_block", "v_cache_slot", "v_cache_head",
     "k_scale_block", "k_scale_slot", "k_scale_head", "v_scale_block", "v_scale_slot", "v_scale_head",
 ]  # fmt: skip
-
-
-@triton.jit
-def _load_weight(
-    weight, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """A norm's weight, cut like a head: (T, 1, R) twice, and (T, 1, BLOCK_REST).
-
-    Every token's threads load it for themselves, two-dimensional like the angles: as one row, or as a row of
-    a (T, H, R) tile, its own layout would be forced upon the heads, through shared memory.
-    """
-    row = tl.zeros((BLOCK_T, 1), tl.int32)
-    if INTERLEAVED:
-        dims = row + tl.arange(0, 2 * BLOCK_R)[None, :]
-        both = tl.load(weight + dims, mask=dims < 2 * HALF, other=0.0, eviction_policy="evict_last")
-        first, second = tl.split(tl.reshape(both, (BLOCK_T, BLOCK_R, 2)))
-    else:
-        dims = row + tl.arange(0, BLOCK_R)[None, :]
-        first = tl.load(weight + dims, mask=dims < HALF, other=0.0, eviction_policy="evict_last")
-        second = tl.load(weight + HALF + dims, mask=dims < HALF, other=0.0, eviction_policy="evict_last")
-    rest = first
-    if 2 * HALF < HEAD_DIM:
-        dims = 2 * HALF + row + tl.arange(0, BLOCK_REST)[None, :]
-        rest = tl.load(weight + dims, mask=dims < HEAD_DIM, other=0.0, eviction_policy="evict_last")
-    first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
-    return first[:, None, :], second[:, None, :], rest[:, None, :]
 
 
 @triton.jit
@@ -71,10 +43,13 @@ def _turned(
         rest = load_rest(x, at, mask, HALF, HEAD_DIM, BLOCK_REST)
     w_first, w_second, w_rest = 1.0, 1.0, 1.0
     if HAS_NORM:
-        w_first, w_second, w_rest = _load_weight(
-            weight, HALF, HEAD_DIM, BLOCK_T, BLOCK_R, BLOCK_REST, INTERLEAVED
-        )
-    cos, sin = load_angles(table, table_row, num_positions, position, live, HALF, BLOCK_R, TABLE_ALIGN)
+        row = tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
+        w_first, w_second = load_pairs(weight, row, row == 0, HALF, BLOCK_H, BLOCK_T, BLOCK_R, INTERLEAVED)
+        if 2 * HALF < HEAD_DIM:
+            w_rest = load_rest(weight, row, row == 0, HALF, HEAD_DIM, BLOCK_REST)
+    cos, sin = load_angles(
+        table, table_row, num_positions, position, live, HALF, BLOCK_H, BLOCK_R, TABLE_ALIGN
+    )
     if HAS_NORM:
         squares = tl.sum(first * first + second * second, 2)
         if 2 * HALF < HEAD_DIM:
@@ -147,7 +122,7 @@ def _keys_and_values(
     mask = wanted[:, :, None]
     dims = tl.arange(0, BLOCK_D)[None, None, :]
     v_at = launch.grid(token, v_token, head, v_head, ALIGN) + dims
-    values = tl.load(v + v_at, mask=mask & (dims < HEAD_DIM), other=0.0, eviction_policy="evict_first")
+    values = tl.load(v + v_at, mask=mask & (dims < HEAD_DIM), other=0.0)
     k_at = launch.grid(token, k_token, head, k_head, ALIGN)
     first, second, rest = _turned(
         k, k_at, mask, token, live, positions, num_positions, table, table_row, k_weight, eps,
@@ -219,6 +194,7 @@ def _rotate_and_write(
             k_scale_value, v_scale_value,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_D, HALF, BLOCK_R, BLOCK_REST, INTERLEAVED, HAS_NORM, BLOCK_SIZE,
             ALIGN, TABLE_ALIGN, CACHE_ALIGN, FORM, K_SCALE, V_SCALE, BLOCK_KVH, BLOCK_T,
+
         )  # fmt: skip
 
 
@@ -277,12 +253,10 @@ def rotate_and_write_kv_cache(
 
 def launch_class(q: Tensor, k: Tensor, k_cache: Tensor) -> tuple[str, Parameters]:
     """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
-    num_tokens, num_heads, head_dim = q.shape
-    few = num_tokens * (num_heads + 2 * k.shape[1]) <= _FEW_ROWS
-    key = (
-        f"{'few' if few else 'many'} H{num_heads}/{k.shape[1]} D{head_dim} "
-        f"{q.element_size()} to {k_cache.element_size()} bytes"
-    )
-    if head_dim <= 64:
-        return key, {"BLOCK_H": 4, "BLOCK_KVH": 2, "BLOCK_T": 4, "num_warps": 1, "PDL": 1}
-    return key, {"BLOCK_H": 8, "BLOCK_KVH": 4, "BLOCK_T": 1, "num_warps": 1, "PDL": 1}
+    (_, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    key = f"H{num_heads}/{num_kv_heads} D{head_dim} {q.element_size()} to {k_cache.element_size()} bytes"
+    # Few programs, as each takes its time to start: wide heads fill one, of narrow ones several tokens do.
+    heads, kv_heads, tokens, warps = (4, 2, 8, 2) if head_dim <= 64 else (16, 8, 1, 4)
+    heads = min(heads, launch.block_for(num_heads))
+    kv_heads = min(kv_heads, launch.block_for(num_kv_heads))
+    return key, {"BLOCK_H": heads, "BLOCK_KVH": kv_heads, "BLOCK_T": tokens, "num_warps": warps, "PDL": 1}

@@ -156,7 +156,9 @@ TUNING = (
     Tuning(
         name="write_kv_cache",
         space=[
-            {"BLOCK_ROWS": rows, "num_warps": warps} for rows in (4, 8, 16, 32, 64) for warps in (1, 2, 4)
+            {"BLOCK_ROWS": rows, "num_warps": warps, "PDL": 1}
+            for rows in (4, 8, 16, 32)
+            for warps in (1, 2, 4, 8)
         ],
         cases=_model_cases(lambda q, k, cache: kv_write.launch_class(k, cache)),
         run=_write,
@@ -164,9 +166,9 @@ TUNING = (
     Tuning(
         name="rotate_and_write_kv_cache",
         space=[
-            {"BLOCK_H": heads, "BLOCK_KVH": kv_heads, "BLOCK_T": tokens, "num_warps": warps}
-            for heads, kv_heads in ((1, 1), (2, 1), (4, 2), (8, 4))
-            for tokens, warps in ((1, 1), (4, 1), (8, 2), (16, 4))
+            {"BLOCK_H": heads, "BLOCK_KVH": kv_heads, "BLOCK_T": tokens, "num_warps": warps, "PDL": 1}
+            for heads, kv_heads in ((4, 2), (8, 4), (16, 8), (32, 8))
+            for tokens, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (4, 2), (8, 2))
         ],
         cases=_model_cases(rotate_and_write.launch_class),
         run=_rotate_and_write,
@@ -174,25 +176,23 @@ TUNING = (
     Tuning(
         name="apply_rotary",
         space=[
-            {"BLOCK_H": heads, "BLOCK_T": tokens, "num_warps": warps}
-            for heads in (2, 4, 8)
-            for tokens, warps in ((4, 1), (8, 2), (16, 4))
+            {"BLOCK_H": heads, "BLOCK_T": tokens, "num_warps": warps, "PDL": 1}
+            for heads in (4, 8, 16)
+            for tokens, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (8, 2))
         ],
         cases=_model_cases(lambda q, k, cache: rotary.launch_class(q, k)),
         run=_rotary,
     ),
     Tuning(
         name="rms_norm",
-        space=[{"BLOCK_ROWS": rows, "num_warps": warps} for rows in (1, 2) for warps in (2, 4, 8, 16)],
+        space=[{"BLOCK_ROWS": 1, "num_warps": warps, "PDL": 1} for warps in (1, 2, 4, 8, 16)],
         cases=_norm_cases(),
         run=_norm,
     ),
     Tuning(
         name="silu_and_mul",
         space=[
-            {"BLOCK_I": block, "num_warps": warps}
-            for block in (512, 1024, 2048, 4096)
-            for warps in (1, 2, 4, 8)
+            {"BLOCK_I": block, "num_warps": warps, "PDL": 1} for block in (1024, 2048) for warps in (4, 8, 16)
         ],
         cases=_activation_cases(),
         run=_activation,
