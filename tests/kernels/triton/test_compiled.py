@@ -94,10 +94,13 @@ def refuse(compiled: Compiled, wrong: Callable[[Kernel], bool], *names: str) -> 
         pytest.fail("\n".join(lines), pytrace=False)
 
 
-def test_every_call_compiles(compiled: Compiled) -> None:
+def test_every_call_compiles_or_is_refused_by_name(arch: int, compiled: Compiled) -> None:
+    refused = {call for call in compiled if arch < 89 and "fp8" in call}  # no float8 in those GPUs
+    for call in refused:
+        assert re.match("UnsupportedKernelConfig.*compute capability 8.9", compiled[call]["error"])
     errors = {call: result["error"] for call, result in compiled.items() if "error" in result}
-    assert not errors
-    assert all(result["kernels"] for result in compiled.values())
+    assert {call: error for call, error in errors.items() if call not in refused} == {}
+    assert all(result["kernels"] for call, result in compiled.items() if call not in refused)
 
 
 def test_registers_are_enough(compiled: Compiled) -> None:
