@@ -151,7 +151,9 @@ def flash_attn_varlen_func(
         return_softmax_lse: return (out, lse), lse (H, Tq) float32 (float64 for float64 queries).
         out: (Tq, H, D) in the dtype of q, written instead of a new tensor; must not overlap the inputs.
         k_scale, v_scale: for quantised caches, what `write_kv_cache` was given: None (1.0; not for int8), a
-            number, a float32 tensor of one element, or float32 (num_blocks, block_size, KVH).
+            number, a float32 tensor of one element, or float32 (num_blocks, block_size, KVH). On a GPU
+            queries of 16 bits and what is read from the cache are multiplied in float16: neither may be
+            larger than 65504.
         batch_invariant: the bits of a row depend on its own sequence alone, whatever else is in the batch,
             whichever chunk the row is computed in, and however much of the prefix was there before. Slower
             on a GPU; on the CPU it is always so.

@@ -187,6 +187,24 @@ def test_there_are_programs_enough_for_every_tile() -> None:
         assert tiles_needed <= prefill._most_tiles(sum(lens) * group, most_long, block_m)
 
 
+@pytest.mark.parametrize(
+    ("batch", "num_rows", "num_keys", "plain"),
+    [
+        (1, 512, 31232, True), (1, 256, 30976, True), (64, 64, 1088, True), (128, 32, 2080, True),
+        (1, 8192, 8192, False), (16, 1024, 1024, False), (1, 2048, 32768, False), (64, 128, 128, False),
+        (4, 512, 512, False), (1, 512, 512, False), (1, 2048, 2048, False),
+    ],
+)  # fmt: skip
+def test_the_faster_kernel_of_two_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, batch: int, num_rows: int, num_keys: int, plain: bool
+) -> None:
+    """As measured on an H200, 32 over 8 heads of 128."""
+    monkeypatch.setattr(prefill, "num_processors", lambda _: 132)
+    q = torch.empty(batch * num_rows, 32, 128, device="meta")
+    k = torch.empty(0, 16, 8, 128)
+    assert prefill.suits(q, k, batch, num_rows, num_keys) == plain
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 8, 12])
 def test_sections_divide_the_heads(num_kv_heads: int) -> None:
     for bytes_per_head in (0, 1, 5 << 20, 9 << 20, 1 << 40):

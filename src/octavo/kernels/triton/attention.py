@@ -81,7 +81,7 @@ def varlen_attention(
         hopper = _hopper()
         fits = (
             not isinstance(hopper, str)
-            and not prefill.leaves_idle(q, k, batch, max_seqlen_k, block_table)
+            and not prefill.suits(q, k, batch, longest, max_seqlen_k)
             and hopper.supports_hopper(
                 q, k, v, block_table, out, max_seqlen_q=longest, softmax_scale=softmax_scale,
                 alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,

@@ -132,16 +132,9 @@ def arguments(
 
 
 def with_scaled_rows(facts: dict[str, Any]) -> dict[str, Any]:
-    """The same for `tiles.absorb_tiles`, which multiplies scales of tokens into rows of keys and values.
-
-    These are then no longer exact in float16, but of the range that the query's dtype has.
-    """
-    if tiles.TOKEN_SCALES not in (facts["K_SCALES"], facts["V_SCALES"]):
-        return facts
-    dtype = facts["q"].dtype
+    """The same for `tiles.absorb_tiles`, which multiplies scales of tokens into rows of keys and values."""
     plain = facts["scale"] > 0 and facts["softcap"] is None and facts["alibi_slopes"] is None
-    plain = plain and facts["K_SCALES"] != tiles.ONE_SCALE
-    return facts | {"COMPUTE": _TRITON_DTYPES[compute_dtype(dtype, dtype)], "PLAIN": plain}
+    return facts | {"PLAIN": plain and facts["K_SCALES"] != tiles.ONE_SCALE}
 
 
 def invariant_tile(facts: dict[str, Any]) -> dict[str, int]:

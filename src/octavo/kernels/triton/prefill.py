@@ -28,7 +28,6 @@ from octavo.kernels.triton.attention_arguments import (
     UNALIGNED,
     UNSPECIALISED,
     arguments,
-    block_size_of,
     compute_dtype,
     invariant_tile,
     num_processors,
@@ -307,15 +306,18 @@ _COMBINE_FACTS = (
 )  # fmt: skip
 
 
-def leaves_idle(q: Tensor, k: Tensor, batch: int, max_seqlen_k: int, block_table: Tensor | None) -> bool:
-    """Whether there are so few tiles, over so many keys, that a kernel which divides them is far faster."""
-    given = _parameters(q, k, block_size_of(k, block_table), False)
-    num_kv_heads = k.shape[-2]
-    packed = q.shape[0] * q.shape[1] // num_kv_heads
-    programs = _most_tiles(packed, _most_long(q.shape[0], batch), given["BLOCK_M"]) * num_kv_heads
-    if not 0 < 2 * programs <= num_processors(q.device):
+def suits(q: Tensor, k: Tensor, batch: int, max_seqlen_q: int, max_seqlen_k: int) -> bool:
+    """Whether this kernel is the better one on a Hopper, too: for few rows over many keys.
+
+    Its tiles hold all query heads of a KV head, so that few tokens fill them, and it divides keys; the other
+    one has tiles of 128 tokens and one head. By measurement, for a past of 8 times the rows and more.
+    """
+    if max_seqlen_k < 8 * max_seqlen_q:
         return False
-    return _splits(programs, max_seqlen_k, given, q.device) > 1
+    if max_seqlen_q <= 64 and q.shape[1] > k.shape[-2]:
+        return True
+    num_tiles = _most_tiles(q.shape[0], _most_long(q.shape[0], batch), 128)
+    return num_tiles * q.shape[1] <= num_processors(q.device)
 
 
 def _parameters(q: Tensor, k: Tensor, block_size: int, token_scales: bool) -> Mapping[str, int]:

@@ -185,8 +185,9 @@ def absorb_tiles(
 ):  # fmt: skip
     """The partial after tiles from_tile .. to_tile - 1 of keys; from the `num_left`-th on, `skipped` further.
 
-    MASKED: not every row sees every key of them. Scales of tokens are multiplied into the rows of a tile:
-    into the columns of the scores they would have to go the way through shared memory, twice in each step.
+    MASKED: not every row sees every key of them. Scales of tokens are multiplied into the rows of a tile, in
+    float32, before it is rounded to COMPUTE (in float16 by 2^-12, far less than the cache is rounded). Into
+    the columns of the scores they would have to go through shared memory, twice in each step.
     """
     (
         k, k_stride_block, k_stride_slot, v, v_stride_block, v_stride_slot, run_block, run_slot,
