@@ -32,7 +32,7 @@ def supports_hopper(
     block_table: Tensor | None,
     out: Tensor,
     *,
-    max_seqlen_q: int,
+    max_seqlen_q: int = _FAR,
     softmax_scale: float,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
