@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +61,10 @@ def test_a_step_waits_for_the_device_once(dtype: torch.dtype) -> None:
                 output = sampler.sample(logits, sequences)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert len([one for one in waits if "synchronizing" in str(one.message)]) == 1
+        places = [
+            f"{Path(one.filename).name}:{one.lineno}" for one in waits if "synchronizing" in str(one.message)
+        ]
+        assert len(places) == 1, places
         assert output.errors == {}
         for seq, token in zip(sequences, output.token_ids, strict=True):
             seq.token_ids.append(token)

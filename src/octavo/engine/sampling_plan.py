@@ -170,9 +170,11 @@ class SamplingPlan:
         if not (self._restricted or held or self._penalised or len(self._bias)):
             return logits
         work = logits.to(torch.float32, copy=True)
+        # A plain number assigned to chosen cells would be copied to the device, and the host would wait.
+        nothing = work.new_full((), -math.inf)
         if self._restricted:
             kept = work[self._allowed]
-            work[self.to_device(self._restricted)] = -math.inf
+            work[self.to_device(self._restricted)] = nothing
             work[self._allowed] = kept
         if held:
             if held != self._held:
@@ -181,7 +183,7 @@ class SamplingPlan:
                 self._forbidden = self._cells(
                     (row, [i for i in self._sequences[row].stop_ids if i < self._vocab_size]) for row in held
                 )
-            work[self._forbidden] = -math.inf
+            work[self._forbidden] = nothing
         if len(self._bias):
             work[self._biased] += self._bias
         if self._penalised:
