@@ -1,5 +1,6 @@
 """A run of rows: what is checked, timed, compared, and told when something fails. Without a GPU."""
 
+import dataclasses
 import functools
 import math
 
@@ -130,6 +131,15 @@ def test_a_peer_runs_only_rows_of_its_own_family():
     write = peer(lambda inputs: [lambda: None], "other", ("kv_write",))
     plain, fused = bench(write).run([case("kv_write/8"), case("kv_write_fused/8")])
     assert (plain.peers, fused.peers) == ({"other": 10.0}, {})
+
+
+def test_every_pattern_of_a_peer_matches_rows_that_exist():
+    rows = [c.name for c in chosen([], quick=False)]
+    for found in peers.PEERS:
+        for pattern in found.rows:
+            narrowed = dataclasses.replace(found, rows=(pattern,))
+            assert any(narrowed.runs(row) for row in rows), (found.name, pattern)
+    assert len([row for row in rows if peers.PEERS[1].runs(row)]) > 40  # FlashAttention 3: all of attention
 
 
 def attention_case():

@@ -44,13 +44,13 @@ def case(name, key="G2"):
 def test_the_fastest_wins_and_what_does_not_run_is_passed_over():
     said = []
     one = kernel({(64, "a"): 10.0, (128, "a"): 7.0, (32, "a"): 20.0}, case("a"))
-    assert tune_one(one, said.append) == {"G2": {"parameters": FAST, "us": 7.0, "default_us": 10.0}}
+    assert dict(tune_one(one, said.append)) == {"G2": {"parameters": FAST, "us": 7.0, "default_us": 10.0}}
     assert said == ["decode G2: 7.00 us, default 10.00 us; BLOCK=128 num_warps=4"]
 
 
 def test_a_gain_within_the_noise_keeps_the_default():
     one = kernel({(64, "a"): 10.0, (128, "a"): 9.9}, case("a"))
-    assert tune_one(one, print)["G2"]["parameters"] == DEFAULT
+    assert dict(tune_one(one, print))["G2"]["parameters"] == DEFAULT
 
 
 def test_cases_of_one_key_are_decided_together_and_keys_apart():
@@ -62,19 +62,26 @@ def test_cases_of_one_key_are_decided_together_and_keys_apart():
         (64, "c"): 10.0,
         (128, "c"): 5.0,
     }
-    found = tune_one(kernel(times, case("a"), case("b"), case("c", "G4")), print)
+    found = dict(tune_one(kernel(times, case("a"), case("b"), case("c", "G4")), print))
     assert found["G2"]["parameters"] == DEFAULT  # twice as fast on one, four times as slow on the other
     assert found["G4"]["parameters"] == FAST
 
 
+def test_only_the_keys_that_are_asked_for():
+    times = {(64, "a"): 10.0, (64, "b"): 10.0}
+    one = kernel(times, case("a", "G2 bs16"), case("b", "G2 bs64"))
+    assert [key for key, _ in tune_one(one, print, ["*bs64", "G9*"])] == ["G2 bs64"]
+    assert bench_tune.wanted_keys(one, []) == ["G2 bs16", "G2 bs64"]
+
+
 def test_a_kernel_that_runs_nowhere_gets_no_entry():
     said = []
-    assert tune_one(kernel({}, case("a")), said.append) == {}
+    assert list(tune_one(kernel({}, case("a")), said.append)) == []
     assert said == ["decode G2: nothing runs, not even the default"]
 
 
 def test_a_default_that_does_not_run_here_can_be_beaten():
-    found = tune_one(kernel({(128, "a"): 7.0}, case("a")), print)
+    found = dict(tune_one(kernel({(128, "a"): 7.0}, case("a")), print))
     assert found["G2"] == {"parameters": FAST, "us": 7.0, "default_us": None}
 
 
@@ -92,7 +99,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
     monkeypatch.setattr(bench_tune.room, "unfit_reason", lambda device_type: None)
-    monkeypatch.setattr(bench_tune, "compile_all", lambda modules, say: None)
+    monkeypatch.setattr(bench_tune, "compile_all", lambda modules, say, keys: None)
     tuning.forget()
     yield tmp_path
     tuning.forget()

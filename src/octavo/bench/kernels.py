@@ -167,7 +167,7 @@ class Bench:
                     case.name, work.flops / work.bytes_moved, work.flops / measured.time.median_us * 1e6
                 )
             for peer in self.peers:
-                if case.family in peer.families and not measured.is_last:
+                if peer.runs(case.name) and not measured.is_last:
                     self._measure_peer(peer, work, measured, group_ms)
         return measured
 

@@ -7,6 +7,7 @@ interface of the version named beside it.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import importlib
 import importlib.metadata
@@ -31,13 +32,22 @@ class NotForThis(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """`families`: the rows it may run; `module`: what must import; `package`: where its version is found."""
+    """`families`: the rows it may run; `module`: what must import; `package`: where its version is found.
+
+    `rows`: patterns of the names that it does run. All of them would make a run last twice as long, and a
+    dense library does the same whatever the block size.
+    """
 
     name: str
     module: str
     package: str
     families: tuple[str, ...]
     calls: Callable[[Any], list[Call]]
+    rows: tuple[str, ...] = ("*",)
+
+    def runs(self, row: str) -> bool:
+        """Whether it is to run that row."""
+        return row.split("/")[0] in self.families and any(fnmatch.fnmatch(row, one) for one in self.rows)
 
     def missing(self) -> str:
         """Why it cannot run here; empty when it can."""
@@ -254,17 +264,10 @@ def _compiled_flex() -> Any:
 
 
 def _flex(inputs: AttentionInputs) -> list[Call]:
-    """torch's FlexAttention, compiled: seconds for each shape, so on two rows only."""
+    """torch's FlexAttention, compiled, which takes seconds for each shape."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     shape = inputs.shape
-    if (shape.batch, shape.q_len, shape.block_size, shape.heads[0]) not in (
-        (1, 8192, 0, 32),
-        (32, 1, 16, 16),
-    ):
-        raise NotForThis
-    if shape.lens_k[0] != 8192:
-        raise NotForThis
     q, k, v = dense(inputs)
     options: dict[str, Any] = {"enable_gqa": True}
     if shape.q_len > 1:
@@ -351,17 +354,41 @@ def _torch_norm(inputs: dict[str, Any]) -> list[Call]:
 
 
 _ATTENTION = ("decode", "prefill")
+_BLOCKS_OF_16 = ("*/16/bf16",)
+_SOME = (
+    "decode/1x8192/16-8-128/16/bf16",
+    "decode/32x8192/16-8-128/16/bf16",
+    "decode/256x1024/16-8-128/16/bf16",
+    "decode/256xragged2048/16-8-128/16/bf16",
+    "prefill/1x8192/32-8-128/16/bf16",
+    "prefill/16x1024/32-8-128/16/bf16",
+)
+_FEW = ("decode/32x8192/16-8-128/16/bf16", "prefill/1x8192/32-8-128/16/bf16")
 _VLLM_FA = "vllm.vllm_flash_attn.flash_attn_interface"
 _VLLM_TRITON = "vllm.v1.attention.ops.triton_unified_attention"
 PEERS: Sequence[Peer] = (
     Peer("fa3", "flash_attn_interface", "flash-attn-3", _ATTENTION, _fa3),
     Peer("fa3", _VLLM_FA, "vllm", _ATTENTION, _fa3_vllm),
     Peer("fa2", "flash_attn", "flash-attn", _ATTENTION, _fa2),
-    Peer("vllm_triton", _VLLM_TRITON, "vllm", _ATTENTION, _vllm_triton),
+    Peer("vllm_triton", _VLLM_TRITON, "vllm", _ATTENTION, _vllm_triton, _SOME),
     Peer("flashinfer", "flashinfer", "flashinfer-python", _ATTENTION, _flashinfer),
-    Peer("cudnn", "torch", "torch", _ATTENTION, functools.partial(_sdpa, backend="CUDNN_ATTENTION")),
-    Peer("sdpa", "torch", "torch", _ATTENTION, functools.partial(_sdpa, backend="FLASH_ATTENTION")),
-    Peer("flex", "torch", "torch", _ATTENTION, _flex),
+    Peer(
+        "cudnn",
+        "torch",
+        "torch",
+        _ATTENTION,
+        functools.partial(_sdpa, backend="CUDNN_ATTENTION"),
+        _BLOCKS_OF_16,
+    ),
+    Peer(
+        "sdpa",
+        "torch",
+        "torch",
+        _ATTENTION,
+        functools.partial(_sdpa, backend="FLASH_ATTENTION"),
+        _BLOCKS_OF_16,
+    ),
+    Peer("flex", "torch", "torch", _ATTENTION, _flex, _FEW),
     Peer("vllm", "vllm._custom_ops", "vllm", ("kv_write",), _vllm_write),
     Peer("vllm_triton", _VLLM_TRITON, "vllm", ("kv_write",), _vllm_triton_write),
     Peer("flashinfer", "flashinfer", "flashinfer-python", ("sample",), _flashinfer_sample),

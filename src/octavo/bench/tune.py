@@ -6,13 +6,15 @@ this one. Kernels say what there is to try: see `octavo.kernels.triton.tuning.Tu
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import json
 import math
 import multiprocessing
 import os
 import pkgutil
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,8 +35,15 @@ _BRIEF: dict[str, Any] = {"group_ms": 2.0, "groups": 1}
 _LONG: dict[str, Any] = {"group_ms": 8.0, "groups": 5}
 
 
-def tune(kernels: Sequence[str], out: Path | None, say: Callable[[str], None]) -> Path:
-    """Tunes the kernels named (none: all that can be) and writes the table; entries of others are kept.
+def tune(
+    kernels: Sequence[str], out: Path | None, say: Callable[[str], None], keys: Sequence[str] = ()
+) -> Path:
+    """Tunes the kernels named (none: all that can be) and writes the table; other entries are kept.
+
+    Args:
+        kernels: their names.      keys: patterns of the shape classes to tune; none: all.
+        out: the file; None: where the kernels look for it.
+        say: told of each result.
 
     Raises:
         ConfigError: no GPU here, or no such kernel.
@@ -54,10 +63,11 @@ def tune(kernels: Sequence[str], out: Path | None, say: Callable[[str], None]) -
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     table = content.get("kernels", {})
     chosen = {name: one for name, one in found.items() if not kernels or name in kernels}
-    compile_all({name: module for name, (module, _) in chosen.items()}, say)
+    compile_all({name: module for name, (module, _) in chosen.items()}, say, keys)
     for name, (_, one) in chosen.items():
-        table.setdefault(name, {}).update(tune_one(one, say))
-        write(path, table)  # after each kernel, so that a run that is cut short was not in vain
+        for key, entry in tune_one(one, say, keys):
+            table.setdefault(name, {})[key] = entry
+            write(path, table)  # each time, so that a run that is cut short was not in vain
     tuning.forget()
     say(f"written: {path}; octavo bench kernels checks every kernel with it")
     return path
@@ -81,13 +91,20 @@ def space_of(one: Tuning, case: Case) -> Sequence[Parameters]:
     return [default, *(p for p in case.get("space", one.space) if dict(p) != dict(default))]
 
 
-def tune_one(one: Tuning, say: Callable[[str], None]) -> dict[str, Any]:
-    """Key -> entry of the table: the variant with the least product of times over the cases of the key.
+def wanted_keys(one: Tuning, patterns: Sequence[str]) -> list[str]:
+    """The shape classes of a kernel that match one of the patterns; without patterns all of them."""
+    keys = dict.fromkeys(case["key"] for case in one.cases)
+    return [key for key in keys if not patterns or any(fnmatch.fnmatch(key, pattern) for pattern in patterns)]
+
+
+def tune_one(
+    one: Tuning, say: Callable[[str], None], patterns: Sequence[str] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Keys and their entries: the variant with the least product of times over the cases of the key.
 
     All variants are timed briefly, and those near the best once more at length.
     """
-    entries = {}
-    for key in dict.fromkeys(case["key"] for case in one.cases):
+    for key in wanted_keys(one, patterns):
         alike = [case for case in one.cases if case["key"] == key]
         space = space_of(one, alike[0])
         brief = {index: _mean(one, alike, parameters, _BRIEF) for index, parameters in enumerate(space)}
@@ -103,14 +120,10 @@ def tune_one(one: Tuning, say: Callable[[str], None]) -> dict[str, Any]:
         if means[best] > _WORTH * means[0]:
             best = 0
         parameters = dict(space[best])
-        entries[key] = {
-            "parameters": parameters,
-            "us": round(means[best], 2),
-            "default_us": round(means[0], 2) if math.isfinite(means[0]) else None,
-        }
         kept = " ".join(f"{name}={value}" for name, value in parameters.items()) if best else "the default"
         say(f"{one.name} {key}: {means[best]:.2f} us, default {means[0]:.2f} us; {kept}")
-    return entries
+        default_us = round(means[0], 2) if math.isfinite(means[0]) else None
+        yield key, {"parameters": parameters, "us": round(means[best], 2), "default_us": default_us}
 
 
 def _mean(one: Tuning, cases: Sequence[Case], parameters: Parameters, how: dict[str, Any]) -> float:
@@ -128,7 +141,7 @@ def _mean(one: Tuning, cases: Sequence[Case], parameters: Parameters, how: dict[
     return math.exp(sum(logarithms) / len(logarithms))
 
 
-def compile_all(modules: dict[str, str], say: Callable[[str], None]) -> None:
+def compile_all(modules: dict[str, str], say: Callable[[str], None], patterns: Sequence[str] = ()) -> None:
     """Compile every variant of every kernel, in a process for each core, into the cache on disk."""
     jobs = []
     for name, module in modules.items():
@@ -136,9 +149,13 @@ def compile_all(modules: dict[str, str], say: Callable[[str], None]) -> None:
         first = {case["key"]: index for index, case in reversed(list(enumerate(one.cases)))}
         jobs += [
             (module, name, index, variant)
-            for index in first.values()
+            for index in (first[key] for key in wanted_keys(one, patterns))
             for variant in range(len(space_of(one, one.cases[index])))
         ]
+    if not jobs:
+        return
+    # Variants that differ in a number given at run time are one to compile; apart, the second finds the first.
+    random.Random(0).shuffle(jobs)
     workers = max(1, min(num_cores() - 1, 16, len(jobs)))
     say(f"compiling {len(jobs)} variants in {workers} processes")
     context = multiprocessing.get_context("spawn")

@@ -139,6 +139,10 @@ def tune(
     kernel: Annotated[
         list[str] | None, typer.Option(help="Only this kernel; repeatable.", metavar="NAME")
     ] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(help="Only shape classes that match, such as '*bs16'; repeatable.", metavar="PATTERN"),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Where the table goes; default: where the kernels look for it.", metavar="FILE"),
@@ -152,7 +156,7 @@ def tune(
         _check_writable(out, "--out")
     from octavo.bench.tune import tune as run
 
-    run(kernel or [], out, print)
+    run(kernel or [], out, print, key or [])
 
 
 def _check_writable(path: Path, option: str = "--json") -> None:
