@@ -32,6 +32,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     name, _, kind = str(request.param).partition("-")
     if kind:
         monkeypatch.setattr(prefill, "_splits", lambda *_: 7 if kind == "split" else 1)
+        monkeypatch.setattr(prefill, "suits", lambda *_: False)
         if kind != "hopper":
             monkeypatch.setattr(attention, "_hopper", lambda: "not in this test")
     return name

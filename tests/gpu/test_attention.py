@@ -49,6 +49,20 @@ def test_every_option_on_every_path(path: str, options: dict) -> None:
     prepare(replace(PATHS[path], **options), "cuda").check()
 
 
+def test_an_ordinary_prompt_takes_the_kernel_of_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.kernels.triton import prefill_hopper
+
+    kernel, calls = prefill_hopper.prefill_attention, []
+
+    def counted(*args: object, **options: object) -> None:
+        calls.append(kernel)
+        kernel(*args, **options)
+
+    monkeypatch.setattr(prefill_hopper, "prefill_attention", counted)
+    prepare(Case((4096,), (4096,), heads=(16, 8), head_dim=128), "cuda").check()
+    assert len(calls) == (torch.cuda.get_device_capability() == (9, 0))
+
+
 @on("decode", "prefill-hopper", "prefill-whole", "mixed")
 @pytest.mark.parametrize("name", ["full", "causal", "window", "everything"])
 def test_options_over_packed_keys(path: str, name: str) -> None:
