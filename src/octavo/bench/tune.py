@@ -154,7 +154,7 @@ def compile_all(modules: dict[str, str], say: Callable[[str], None], patterns: S
         ]
     if not jobs:
         return
-    # Variants that differ in a number given at run time are one to compile; apart, the second finds the first.
+    # Variants that differ in a number given at run time are one to compile: apart, one finds the other made.
     random.Random(0).shuffle(jobs)
     workers = max(1, min(num_cores() - 1, 16, len(jobs)))
     say(f"compiling {len(jobs)} variants in {workers} processes")
