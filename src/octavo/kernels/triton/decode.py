@@ -374,13 +374,11 @@ def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int
     )  # fmt: skip
     _merge_pieces[(programs, min(packed, block_m))](
         **{name: facts[name] for name in _MERGE_FACTS}, **shared,
-        PIECES=max(1, _MERGED_AT_ONCE // facts["BLOCK_D"]), num_warps=_MERGE_WARPS,
+        PIECES=max(1, given["MERGED"] // facts["BLOCK_D"]), num_warps=4,
     )  # fmt: skip
 
 
 _MOST_ROWS = 64  # of one matrix product
-_MERGED_AT_ONCE = 8192  # numbers of pieces in the registers of one program
-_MERGE_WARPS = 4
 _MERGE_FACTS = (
     "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks", "v_scale", "out_stride_token",
     "out_stride_head", "lse_stride", "value_scale", "left", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM",
@@ -403,7 +401,7 @@ def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
 
     BLOCK_N keys at a time, LEAST_KEYS to a range at least; PROGRAMS programs per
     multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `load_quickly`. What counts is bytes
-    on their way: tiles have about 32 KB of keys and values.
+    on their way: tiles have about 32 KB of keys and values. MERGED: numbers of pieces merged at once.
     """
     exact = q.dtype == torch.float32 or k.dtype == torch.float32
     quantised = k.element_size() == 1 and not exact
@@ -411,6 +409,6 @@ def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
     if exact or _block_m(together * q.shape[1] // k.shape[-2]) > 16:
         block_n = 32
     return {
-        "BLOCK_N": block_n, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1,
-        "PDL": 1, "num_warps": 4, "num_stages": 2 if exact else 3, "maxnreg": 128 if quantised else 0,
+        "BLOCK_N": block_n, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1, "PDL": 1,
+        "MERGED": 8192, "num_warps": 4, "num_stages": 2 if exact else 3, "maxnreg": 128 if quantised else 0,
     }  # fmt: skip
