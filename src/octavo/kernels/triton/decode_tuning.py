@@ -24,8 +24,8 @@ _MODELS = (
 # Sequences, keys of each: little work and much, all of one class of batch, which share what is compiled.
 _BATCHES = ((2, 4096), (32, 1024), (32, 8192))
 _CACHE_BYTES = 256 << 20  # the inputs of a case together are larger than any GPU's cache
-# Keys, warps, stages, programs per multiprocessor, registers (0: as many as the compiler likes): those of fifty
-# that were the best at something on an H200.
+# Keys, warps, stages, programs per multiprocessor, registers (0: as many as the compiler likes): those of
+# fifty that were the best at something on an H200.
 _LAUNCHES = (
     (64, 4, 3, 2, 0),
     (64, 4, 4, 2, 0),
