@@ -144,7 +144,7 @@ def test_the_way_a_row_takes_does_not_change_its_token(monkeypatch: pytest.Monke
     logits, options = random_logits(600), options_of("kpm")
     ids, logprobs = sample(logits, **options, return_logprobs=True)
     others = []
-    for parameters in ({"candidates": 1024}, {"few": 1024}, {"few": 128, "stages": 1, "at_once": 2}):
+    for parameters in ({"candidates": 1024}, {"few": 1024}, {"few": 128, "stages": 2, "at_once": 2}):
         launch(monkeypatch, **parameters)
         others.append(sample(logits, **options, return_logprobs=True))
     wide = torch.full((ROWS, 601), 50.0)

@@ -51,10 +51,11 @@ from octavo.kernels.triton.tuning import Parameters
 # Logits of a tile. Part of the arithmetic (groups are made of its rows), not a tuning parameter.
 TILE = 8192
 GROUP = 64
-# Without a table for the GPU. Registers: so few that two programs of `_choose` share a multiprocessor.
+# Without a table for the GPU. stages: 1 is a program per tile; with more, `programs` per multiprocessor fetch
+# tiles ahead. choose_registers: so few that two programs of `_choose` share a multiprocessor.
 DEFAULTS = {
     "PDL": 1,
-    "stages": 2,
+    "stages": 1,
     "programs": 4,
     "choose_warps": 8,
     "choose_registers": 128,
@@ -97,7 +98,6 @@ def _summarise(
 ):
     """Maximum and mass of each group of tiles num_programs apart; raw_sum, if any: at temperature 1."""
     begin(PDL)
-    # The next tile is on its way while this one is worked on.
     for unit in tl.range(tl.program_id(0), num_units, num_programs, num_stages=STAGES):
         row = tl.zeros((), tl.int64) + unit // num_tiles
         temperature = tl.load(temperatures + row)
