@@ -13,7 +13,7 @@ from octavo.kernels.triton.attention_arguments import (
     arguments,
     block_size_of,
     invariant_tile,
-    with_scaled_rows,
+    with_scales_applied,
 )
 from octavo.kernels.triton.tiles import INVARIANT_CHUNK, NO_SCALE, ONE_SCALE, TOKEN_SCALES
 
@@ -96,13 +96,16 @@ def test_scales_of_a_quantised_cache(scale: Tensor | float | None, kind: int, fo
     assert found["PLAIN"] == (kind == NO_SCALE)
 
 
-def test_scales_in_rows_leave_the_scores_plain() -> None:
+def test_scales_that_are_applied_leave_the_querys_dtype_and_plain_scores() -> None:
     token = torch.ones(5, 16, 2)
-    scaled = with_scaled_rows(facts(BF16, FP8, k_scale=token, v_scale=token))
-    assert scaled["PLAIN"]
-    assert scaled["COMPUTE"] == tl.float16
-    assert not with_scaled_rows(facts(BF16, FP8, k_scale=token, v_scale=token, softcap=2.0))["PLAIN"]
-    assert not with_scaled_rows(facts(BF16, FP8, k_scale=torch.ones(1), v_scale=token))["PLAIN"]
+    for dtype, compute in ((BF16, tl.bfloat16), (FP16, tl.float16), (FP32, tl.float32)):
+        applied = with_scales_applied(facts(dtype, FP8, k_scale=token, v_scale=token))
+        assert applied["COMPUTE"] == compute
+        assert applied["PLAIN"]
+    assert not with_scales_applied(facts(BF16, FP8, k_scale=token, v_scale=token, softcap=2.0))["PLAIN"]
+    assert not with_scales_applied(facts(BF16, FP8, k_scale=torch.ones(1), v_scale=token))["PLAIN"]
+    exact = facts(BF16, FP8, k_scale=0.5, v_scale=0.5)
+    assert with_scales_applied(exact) is exact
 
 
 @pytest.mark.parametrize(

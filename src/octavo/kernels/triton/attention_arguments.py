@@ -131,10 +131,17 @@ def arguments(
     }  # fmt: skip
 
 
-def with_scaled_rows(facts: dict[str, Any]) -> dict[str, Any]:
-    """The same for `tiles.absorb_tiles`, which multiplies scales of tokens into rows of keys and values."""
+def with_scales_applied(facts: dict[str, Any]) -> dict[str, Any]:
+    """The same for `tiles.absorb_tiles`, which multiplies the scales of tokens into products and values.
+
+    Values are then of the range that the query's dtype has, and scores are plain if nothing else is done.
+    """
+    if tiles.TOKEN_SCALES not in (facts["K_SCALES"], facts["V_SCALES"]):
+        return facts
+    dtype = facts["q"].dtype
     plain = facts["scale"] > 0 and facts["softcap"] is None and facts["alibi_slopes"] is None
-    return facts | {"PLAIN": plain and facts["K_SCALES"] != tiles.ONE_SCALE}
+    plain = plain and facts["K_SCALES"] != tiles.ONE_SCALE
+    return facts | {"COMPUTE": _TRITON_DTYPES[compute_dtype(dtype, dtype)], "PLAIN": plain}
 
 
 def invariant_tile(facts: dict[str, Any]) -> dict[str, int]:

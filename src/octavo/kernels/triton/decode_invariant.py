@@ -21,7 +21,7 @@ from octavo.kernels.triton.attention_arguments import (
     UNALIGNED,
     UNSPECIALISED,
     invariant_tile,
-    with_scaled_rows,
+    with_scales_applied,
 )
 
 _CHUNK: tl.constexpr = tl.constexpr(tiles.INVARIANT_CHUNK)
@@ -183,7 +183,7 @@ def _merge_chunks(
 
 def decode_invariant(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int, programs: int) -> None:
     """Launch on the `attention_arguments.arguments` of a call; the number of programs changes no bit."""
-    facts = with_scaled_rows(facts)
+    facts = with_scales_applied(facts)
     tile = invariant_tile(facts)
     device, batch = facts["q"].device, facts["batch"]
     packed = max_seqlen_q * facts["GROUP"]  # query rows of an item

@@ -32,7 +32,7 @@ from octavo.kernels.triton.attention_arguments import (
     invariant_tile,
     num_processors,
     shape_key,
-    with_scaled_rows,
+    with_scales_applied,
 )
 from octavo.kernels.triton.tuning import parameters
 
@@ -268,7 +268,7 @@ def prefill_attention(
 
 def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | None) -> None:
     """Both launches, on the `arguments` of a call; `given` None: batch-invariant."""
-    facts = with_scaled_rows(facts)
+    facts = with_scales_applied(facts)
     q, num_kv_heads = facts["q"], facts["NUM_KV_HEADS"]
     num_rows, num_heads, head_dim = q.shape
     num_long = _most_long(num_rows, facts["batch"])

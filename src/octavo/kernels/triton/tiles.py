@@ -85,9 +85,20 @@ def load_tile(
 
 
 @triton.jit
-def load_token_scales(head, block, slot, seen, stride_block, stride_slot):
-    """The scales (N,) of one tile; 1 where not `seen`, and for the scale 0 of a token that is all 0."""
-    scales = tl.load(head + block * stride_block + slot.to(tl.int64) * stride_slot, mask=seen, other=1.0)
+def load_token_scales(head, block, slot, seen, stride_block, stride_slot, SPREAD: tl.constexpr = False):
+    """The scales (N,) of one tile; 1 where not `seen`, and for the scale 0 of a token that is all 0.
+
+    SPREAD: each thread loads one. A vector smaller than the block of threads is otherwise loaded by every
+    thread that needs an element of it, many times over; one load for each thread is not taken apart so.
+    """
+    addresses = head + block * stride_block + slot.to(tl.int64) * stride_slot
+    if SPREAD:
+        COPIES: tl.constexpr = 256 // seen.shape[0]
+        same = tl.arange(0, COPIES)[None, :] * 0
+        scales = tl.load(addresses[:, None] + same, mask=seen[:, None] & (same == 0), other=1.0)
+        scales = tl.max(scales, 1)
+    else:
+        scales = tl.load(addresses, mask=seen, other=1.0)
     return tl.where(scales == 0.0, 1.0, scales)
 
 
@@ -185,9 +196,9 @@ def absorb_tiles(
 ):  # fmt: skip
     """The partial after tiles from_tile .. to_tile - 1 of keys; from the `num_left`-th on, `skipped` further.
 
-    MASKED: not every row sees every key of them. Scales of tokens are multiplied into the rows of a tile, in
-    float32, before it is rounded to COMPUTE (in float16 by 2^-12, far less than the cache is rounded). Into
-    the columns of the scores they would have to go through shared memory, twice in each step.
+    MASKED: not every row sees every key of them. Scales of tokens: those of keys are multiplied into the
+    scores, which is exact; those of values into the values, before these are rounded to COMPUTE, which saves
+    the way of another vector through shared memory.
     """
     (
         k, k_stride_block, k_stride_slot, v, v_stride_block, v_stride_slot, run_block, run_slot,
@@ -203,15 +214,13 @@ def absorb_tiles(
         seen = (keys >= first) & (keys < last)
         block, base, lanes = places(table_row, run_block, run_slot, start, seen, BLOCK_SIZE, BLOCK_N)
         rows = elements(block, base, lanes, k_stride_block, k_stride_slot)
-        if k_scale is None:
-            k_tile = load_tile(k + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
-        else:
-            k_tile = load_tile(k + rows, seen, MASKED, HEAD_DIM, BLOCK_D, tl.float32)
-            scales = load_token_scales(
-                k_scale, block, base + lanes, seen, k_scale_stride_block, k_scale_stride_slot
-            )
-            k_tile = (k_tile * scales[:, None]).to(COMPUTE)
+        k_tile = load_tile(k + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
         products = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
+        if k_scale is not None:
+            k_scales = load_token_scales(
+                k_scale, block, base + lanes, seen, k_scale_stride_block, k_scale_stride_slot, True
+            )
+            products = products * k_scales[None, :]
         s = scores(products, scale, softcap, slopes, positions, keys, None, None, PLAIN)
         if MASKED:
             mask = visible(positions, keys, first, last, left, right)
@@ -223,10 +232,10 @@ def absorb_tiles(
             v_tile = load_tile(v + rows, seen, MASKED, HEAD_DIM, BLOCK_D, COMPUTE)
         else:
             v_tile = load_tile(v + rows, seen, MASKED, HEAD_DIM, BLOCK_D, tl.float32)
-            scales = load_token_scales(
+            v_scales = load_token_scales(
                 v_scale, block, base + lanes, seen, v_scale_stride_block, v_scale_stride_slot
             )
-            v_tile = (v_tile * scales[:, None]).to(COMPUTE)
+            v_tile = (v_tile * v_scales[:, None]).to(COMPUTE)
         acc = tl.dot(p.to(COMPUTE), v_tile, acc, input_precision="ieee")
     return acc, high, total
 
