@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SHORT = 8  # longest query that the decode kernels take; tiles.py has it, too, but loads Triton
 _SHORT_LENGTHS = ((1,), (2,), (3, 4), (5, 6, 7, 8))  # each compiles kernels of its own
-_THREADS = 8  # compile at once; the compiler lets go of Python's lock for most of its work
+_THREADS = 12  # compile at once; the compiler lets go of Python's lock for most of its work
 
 
 def warm_up(
@@ -180,14 +180,16 @@ def _run_all(jobs: Iterator[Callable[[], object]], device: torch.device) -> None
 
 
 def _jobs(model: ModelShape) -> Iterator[Callable[[], object]]:
-    """Independent pieces of work, the slowest to compile first."""
+    """Independent pieces of work, the slowest to compile first, cut so that none takes much longer."""
+    if model.vocab_size is not None:
+        for with_filters in (True, False):
+            for return_logprobs in (False, True):
+                how = {"with_filters": with_filters, "return_logprobs": return_logprobs}
+                yield functools.partial(_sample, model, **how)
     for window in model.window_sizes:
         yield functools.partial(_prefill, model, window)
         for lengths in _SHORT_LENGTHS:
             yield functools.partial(_decode, model, window, lengths)
-    if model.vocab_size is not None:
-        yield functools.partial(_sample, model, with_filters=True)
-        yield functools.partial(_sample, model, with_filters=False)
     yield functools.partial(_write, model)
     yield functools.partial(_small, model)
 
@@ -273,7 +275,7 @@ def _small(model: ModelShape) -> None:
             )
 
 
-def _sample(model: ModelShape, *, with_filters: bool) -> None:
+def _sample(model: ModelShape, *, with_filters: bool, return_logprobs: bool) -> None:
     from octavo.kernels import sample
 
     assert model.vocab_size is not None
@@ -283,12 +285,6 @@ def _sample(model: ModelShape, *, with_filters: bool) -> None:
         zeros = torch.zeros(rows, dtype=torch.int64, device=model.device)
         top_k = torch.full((rows,), 20, dtype=torch.int32, device=model.device)
         filters = {"top_k": top_k, "top_p": 0.5 * ones, "min_p": 0.1 * ones}
-        for return_logprobs in (False, True):
-            sample(
-                logits,
-                temperature=ones,
-                seeds=zeros,
-                positions=zeros,
-                return_logprobs=return_logprobs,
-                **(filters if with_filters else dict.fromkeys(filters)),
-            )
+        options: dict[str, Any] = filters if with_filters else dict.fromkeys(filters)
+        options["return_logprobs"] = return_logprobs
+        sample(logits, temperature=ones, seeds=zeros, positions=zeros, **options)
