@@ -348,7 +348,7 @@ def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int
     """
     device, batch, num_kv_heads = facts["q"].device, facts["batch"], facts["NUM_KV_HEADS"]
     packed = longest * facts["GROUP"]
-    block_m, block_n = _block_m(together * facts["GROUP"]), given["BLOCK_N"]
+    block_m, block_n = _block_m(facts["q"], facts["k"], together), given["BLOCK_N"]
     rows = min(triton.next_power_of_2(packed), block_m)
     least = max(1, given["LEAST_KEYS"] // block_n)
     # No more programs than there can be work for, by the caller's bounds.
@@ -378,7 +378,6 @@ def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int
     )  # fmt: skip
 
 
-_MOST_ROWS = 64  # of one matrix product
 _MERGE_FACTS = (
     "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks", "v_scale", "out_stride_token",
     "out_stride_head", "lse_stride", "value_scale", "left", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM",
@@ -386,14 +385,20 @@ _MERGE_FACTS = (
 )  # fmt: skip
 
 
-def _block_m(packed: int) -> int:
-    return min(max(int(triton.next_power_of_2(packed)), 16), _MOST_ROWS)
+def _is_exact(q: Tensor, k: Tensor) -> bool:
+    """Products in float32: no matrix unit, so few rows at a time."""
+    return q.dtype == torch.float32 or k.dtype == torch.float32
+
+
+def _block_m(q: Tensor, k: Tensor, together: int) -> int:
+    packed = together * q.shape[1] // k.shape[-2]
+    most = 16 if _is_exact(q, k) else 32 if q.shape[2] > 128 else 64
+    return min(max(int(triton.next_power_of_2(packed)), 16), most)
 
 
 def parameters_key(q: Tensor, k: Tensor, block_size: int, together: int) -> str:
     """The class of a call in the table of tuned launch parameters."""
-    block_m = _block_m(together * q.shape[1] // k.shape[-2])
-    return f"M{block_m} {shape_key(q, k, block_size)}"
+    return f"M{_block_m(q, k, together)} {shape_key(q, k, block_size)}"
 
 
 def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
@@ -403,11 +408,12 @@ def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
     multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `load_quickly`. What counts is bytes
     on their way: tiles have about 32 KB of keys and values. MERGED: numbers of pieces merged at once.
     """
-    exact = q.dtype == torch.float32 or k.dtype == torch.float32
-    quantised = k.element_size() == 1 and not exact
+    exact = _is_exact(q, k)
+    many_rows = _block_m(q, k, together) > 16
+    quantised = k.element_size() == 1 and not exact and not many_rows
     block_n = max(32, min(128, 8192 // triton.next_power_of_2(q.shape[2])))
-    if exact or _block_m(together * q.shape[1] // k.shape[-2]) > 16:
-        block_n = 32
+    if exact or many_rows:
+        block_n = 16 if exact and q.shape[2] > 128 else 32
     return {
         "BLOCK_N": block_n, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1, "PDL": 1,
         "MERGED": 8192, "num_warps": 4, "num_stages": 2 if exact else 3, "maxnreg": 128 if quantised else 0,
