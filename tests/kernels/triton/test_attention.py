@@ -79,6 +79,20 @@ def test_what_is_supported(facts: tuple[Any, ...], reason: str | None) -> None:
     assert attention.supports(*facts) == reason
 
 
+@pytest.mark.parametrize(
+    ("capability", "reads"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_float8_needs_a_gpu_that_has_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], reads: bool
+) -> None:
+    monkeypatch.setattr(attention, "is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    reason = attention.supports(torch.bfloat16, torch.float8_e4m3fn, 64)
+    assert reason == (None if reads else "this GPU has no float8: that takes compute capability 8.9")
+    assert attention.supports(torch.bfloat16, torch.int8, 64) is None
+
+
 def test_float64_goes_to_the_reference_unless_triton_is_forced() -> None:
     inputs = prepare(Case((3,), (9,), head_dim=16), "cpu")
     wide = {name: inputs.arguments[name].double() for name in "qkv"}

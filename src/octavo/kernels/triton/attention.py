@@ -1,8 +1,8 @@
 """Attention on a GPU: which kernels a call needs. A sequence's own number of rows decides, on the device.
 
-Sequences of at most SHORT query rows are `decode.py`'s, the others `prefill.py`'s:
-each kernel skips what is not its own, so a mixed batch is two launches over the same arguments, no length is
-read by the host, and a row's bits do not depend on what else is in the batch.
+Sequences of at most SHORT query rows are `decode.py`'s, the others `prefill.py`'s or, on a Hopper,
+`prefill_hopper.py`'s: each kernel skips what is not its own, so a mixed batch is two launches over the same
+arguments, no length is read by the host, and a row's bits do not depend on what else is in the batch.
 """
 
 from __future__ import annotations
