@@ -63,9 +63,18 @@ class Attention:
         qkv = self.qkv(x).view(num_tokens, self.num_heads_in_all, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         k_cache, v_cache, k_scale, v_scale = kv_cache
-        scales: dict[str, Any] = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
         q = rotate_and_write_kv_cache(
-            q, k, v, self.rope_table, positions, k_cache, v_cache, meta.slot_mapping, **self.norms, **scales
+            q,
+            k,
+            v,
+            self.rope_table,
+            positions,
+            k_cache,
+            v_cache,
+            meta.slot_mapping,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            **self.norms,
         )
         attended = flash_attn_varlen_func(
             q,
@@ -79,6 +88,7 @@ class Attention:
             causal=True,
             window_size=self.window,
             block_table=meta.block_table,
-            **scales,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         return self.output(attended.view(num_tokens, self.width))
