@@ -6,9 +6,9 @@ one that lies wholly inside is written at once; of one that is cut it leaves a *
 keys there::
 
       item 0                  item 1        item 2
-    | . . . . . . . . . . . | . . . . . . | . . . . . . . . . .      units of keys
-    '----- rank 0 -----''----- rank 1 -------''----- rank 2 ---
-    |      piece         |pc|    whole    |pc|     piece             item 0 and item 2 are merged afterwards
+    | . . . . . . . . . . . | . . . . . . | . . . . . . . . . .      tiles of BLOCK_N keys
+    '----- rank 0 -----''------ rank 1 ------''----- rank 2 ---
+           piece         pc.     whole     pc.      piece            items 0 and 2 are merged afterwards
 
 A range cuts at most its first and its last item, so that two slots per program hold all pieces, whatever the
 batch. `_merge_pieces` is a second small launch: program p merges the item that program p of the first was the
@@ -65,6 +65,8 @@ def _decode(
 ):  # fmt: skip
     program = tl.program_id(0)
     if PDL:
+        # In this order: `_merge_pieces` reads the lengths before it waits, and so they must be written when it
+        # is let go.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = program % NUM_KV_HEADS
@@ -264,7 +266,7 @@ def _merge_pieces(
     if not ONE_ITEM:
         item = (end - 1 - begin) // per_item
         begin += item * per_item
-    if PDL:
+    if PDL:  # nothing else was read so far, and nothing written
         tl.extra.cuda.gdc_wait()
     if (end < total_units) & (begin >= start) & (begin + per_item > end):
         count = (begin + per_item - 1) // per - rank + 1
