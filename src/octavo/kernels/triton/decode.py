@@ -65,8 +65,8 @@ def _decode(
 ):  # fmt: skip
     program = tl.program_id(0)
     if PDL:
-        # In this order: `_merge_pieces` reads the lengths before it waits, so they must be there when it is let
-        # go.
+        # In this order: `_merge_pieces` reads the lengths before it waits, and must not be let go before they
+        # are there.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = program % NUM_KV_HEADS
