@@ -58,6 +58,7 @@ def test_ragged_batch(implementation: str, dtype: torch.dtype, block_size: int) 
     ids=lambda options: "-".join(options) or "full",
 )
 @pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.rooms("reference", "cpu")  # for Triton: triton/test_same_as_reference.py
 def test_options(implementation: str, options: dict, block_size: int) -> None:
     batch = Batch.random(LENS_Q, LENS_K)
     out = attend(batch, block_size, **options)
@@ -68,6 +69,7 @@ def test_options(implementation: str, options: dict, block_size: int) -> None:
 
 @pytest.mark.parametrize("block_size", [0, 16])
 @pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.rooms("reference", "cpu")  # for Triton: triton/test_same_as_reference.py
 def test_softcap(implementation: str, block_size: int, everything: bool) -> None:
     # tanh has no counterpart in scaled_dot_product_attention: the oracle is the formula, in float64.
     batch = Batch.random(LENS_Q, LENS_K)
@@ -318,6 +320,7 @@ def test_any_shape_and_any_mask(room: str, case: tuple[Batch, int, dict]) -> Non
 
 
 @pytest.mark.parametrize("bound", [2**31 - 1, 2**31 + 100, 2**40, 2**63 - 1, 2**70])
+@pytest.mark.rooms("reference", "cpu")  # for Triton: triton/test_same_as_reference.py
 def test_a_window_wider_than_any_sequence_is_no_window(implementation: str, bound: int) -> None:
     batch = Batch.random(LENS_Q, LENS_K)
     unbounded = attend(batch, 16)
