@@ -3,7 +3,7 @@
 A program is three roles that meet only at barriers in shared memory, and stays for the whole launch::
 
     producer       takes the next tile of 128 query rows of one head, notes for the others what it is,
-    (1 warp)       and has TMA copy Q, then 128 keys and values at a time, into rings of slots
+    (1 warp)       and has TMA copy Q, then BLOCK_N keys and values at a time, into rings of slots
     warpgroup 0    rows 0 .. 63 of the tile      S = Q K^T      P = softmax(S)      O = O * alpha + P V
     warpgroup 1    rows 64 .. 127
 
