@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("triton_room")
 
 @pytest.mark.parametrize(
     "case",
-    draw_cases(18, [(1, 30), (3, 40), (12, 37), (16, 16)], [16, 24, 64], block_size=SHORT_BLOCKS),
+    draw_cases(24, [(1, 30), (3, 40), (12, 37), (16, 16)], [16, 24, 64], block_size=SHORT_BLOCKS),
     ids=str,
 )
 def test_with_kvcache(case: KvCase) -> None:
@@ -18,7 +18,7 @@ def test_with_kvcache(case: KvCase) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", varlen_cases(8, [(1, 1), (11, 20), (30, 3), (18, 33)], [16, 20, 59], batch=2), ids=str
+    "case", varlen_cases(12, [(1, 1), (11, 20), (30, 3), (18, 33)], [16, 20, 59], batch=2), ids=str
 )
 def test_varlen(case: Case) -> None:
     prepare(case, "cpu").check()
