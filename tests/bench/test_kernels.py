@@ -201,6 +201,22 @@ def test_a_dense_peer_gives_the_answer_for_its_own_layout(q_len):
     assert (measured.peers, measured.peer_failures) == ({"sdpa": 10.0}, {})
 
 
+@pytest.mark.parametrize(("q_len", "block_size"), [(1, 16), (8, 16), (40, 0)])
+def test_torchs_own_attention_runs_and_is_right(q_len, block_size):
+    shape = AttentionShape((40, 40), q_len, (4, 2, 64), block_size)
+    plain = peer(functools.partial(peers._sdpa, backend="MATH"), "sdpa")
+    (measured,) = bench(plain).run([case("decode/2x40", functools.partial(attention, shape))])
+    assert (measured.peers, measured.peer_failures) == ({"sdpa": 10.0}, {})
+
+
+def test_the_backends_of_torchs_attention_exist():
+    from torch.nn.attention import SDPBackend
+
+    named = [found.calls.keywords["backend"] for found in peers.PEERS if found.name in ("cudnn", "sdpa")]
+    assert len(named) == 2
+    assert all(isinstance(getattr(SDPBackend, name), SDPBackend) for name in named)
+
+
 def test_peers_that_are_not_installed_say_so(monkeypatch):
     monkeypatch.setattr(peers, "PEERS", (Peer("gone", "no_such_module", "x", (), list), *peers.PEERS[:0]))
     found, missing = peers.usable(None)

@@ -243,6 +243,7 @@ def _sdpa(inputs: AttentionInputs, backend: str) -> list[Call]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
+    chosen = getattr(SDPBackend, backend)  # an enumeration of torch's own, which has no look-up by name
     q, k, v = dense(inputs)
     q_len, length = inputs.shape.q_len, inputs.shape.lens_k[0]
     mask: dict[str, Any] = {}
@@ -250,7 +251,7 @@ def _sdpa(inputs: AttentionInputs, backend: str) -> list[Call]:
         mask = {"is_causal": True} if q_len == length else {"attn_mask": causal_lower_right(q_len, length)}
 
     def call(r: int) -> Tensor:
-        with sdpa_kernel([SDPBackend[backend]]):
+        with sdpa_kernel([chosen]):
             return functional.scaled_dot_product_attention(q[r], k[r], v[r], enable_gqa=True, **mask)
 
     return [functools.partial(call, r) for r in range(inputs.sets)]

@@ -65,10 +65,8 @@ def measure(
         if not good:
             print(f"{json_file} is not written: no row was measured")
             return 1
-        used = dict.fromkeys(name for row in good for name in row.peers)
-        versions = {
-            peer.name: peer.version() for peer in bench.peers if peer.name in used and peer.package != "torch"
-        }
+        used = {name for row in good for name in row.peers}
+        packages = {peer.package: peer.version() for peer in bench.peers if peer.name in used}
         failures = {row.case.name: row.failure for row in failed}
         failures |= {
             f"{row.case.name} {peer}": reason for row in good for peer, reason in row.peer_failures.items()
@@ -77,7 +75,7 @@ def measure(
             json_file,
             [row.row() for row in good],
             command=command,
-            extra_versions=versions,
+            extra_versions=packages,
             gpu=gpu_name(),
             ceilings=bench.ceilings.as_dict(),
             failed=failures,
