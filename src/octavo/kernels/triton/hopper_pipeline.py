@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from octavo.kernels.triton import tiles
+from octavo.kernels.triton.hopper_ring import Ring, new_ring, receive, send
 
 BLOCK_M = gl.constexpr(128)
 PACKED, PAGED, RUNS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # where keys lie; runs: a block each
@@ -57,50 +58,6 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 # Names that changed between Triton 3.6 and 3.9.
 _copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _sync_role = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-@aggregate
-class Ring:
-    """Slots of shared memory that are filled and emptied in turn; `count` numbers their uses from 0."""
-
-    slots: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, slots, full, empty):
-        self.slots = slots
-        self.full = full
-        self.empty = empty
-
-    @gluon.jit
-    def wait_empty(self, count):
-        """A slot to fill, and the barrier to tell."""
-        size: gl.constexpr = self.full.shape[0]
-        mbarrier.wait(self.empty.index(count % size), ((count // size) & 1) ^ 1)
-        return self.slots.index(count % size), self.full.index(count % size)
-
-    @gluon.jit
-    def wait_full(self, count):
-        size: gl.constexpr = self.full.shape[0]
-        mbarrier.wait(self.full.index(count % size), (count // size) & 1)
-        return self.slots.index(count % size)
-
-    @gluon.jit
-    def release(self, count):
-        size: gl.constexpr = self.full.shape[0]
-        mbarrier.arrive(self.empty.index(count % size), count=1)
-
-
-@gluon.jit
-def _new_ring(dtype, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, READERS: gl.constexpr):
-    slots = gl.allocate_shared_memory(dtype, SHAPE, LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [SHAPE[0], 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SHAPE[0], 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SHAPE[0]):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=READERS)
-    return Ring(slots, full, empty)
 
 
 @aggregate
@@ -139,34 +96,6 @@ class Plan:
         block_n, head_dim = k.slots.shape[1], k.slots.shape[2]
         self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16]))
         self.O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16]))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Notes: what a tile is
-
-
-@gluon.jit
-def _send(notes, sent, head, row, q_start, q_len, k_len, low, first, end):
-    """Eight numbers for the warpgroups: what to do next. A head of -1 ends the work."""
-    note, full = notes.wait_empty(sent)
-    i = gl.arange(0, 8, layout=gl.BlockedLayout([8], [32], [1], [0]))
-    value = gl.where(i == 0, head, gl.where(i == 1, row, gl.where(i == 2, q_start, q_len)))
-    value = gl.where(
-        i == 4, k_len, gl.where(i == 5, low, gl.where(i == 6, first, gl.where(i == 7, end, value)))
-    )
-    note.store(value.to(gl.int32))
-    mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
-def _receive(notes, received):
-    note = notes.wait_full(received).load(gl.BlockedLayout([8], [32], [4], [0]))
-    notes.release(received)
-    i = gl.arange(0, 8, layout=gl.BlockedLayout([8], [32], [4], [0]))
-    values = ()
-    for n in gl.static_range(8):
-        values = values + (gl.sum(gl.where(i == n, note, 0), 0),)
-    return values
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -226,7 +155,7 @@ def _produce(
                 low = gl.minimum(gl.maximum(row + k_len - q_len - plan.left, 0), gl.maximum(k_len - 1, 0))
             first = low // BLOCK_N
             end = gl.maximum(gl.maximum(high + BLOCK_N - 1, 0) // BLOCK_N, first)
-            _send(plan.notes, sent, head, row, q_start, q_len, k_len, low, first, end)
+            send(plan.notes, sent, head, row, q_start, q_len, k_len, low, first, end)
             sent += 1
             if end > first:
                 for i in gl.static_range(2):
@@ -256,7 +185,7 @@ def _produce(
                     _copy_tile(plan.v, count, v_desc, v_rows, head // GROUP * HEAD_COLUMNS[2])
                     count += 1
         work = gl.atomic_add(counter, 1, sem="relaxed")
-    _send(plan.notes, sent, -1, 0, 0, 0, 0, 0, 0, 0)
+    send(plan.notes, sent, -1, 0, 0, 0, 0, 0, 0, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -272,7 +201,7 @@ def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_h
     count = 0
     num_q = WARPGROUP
     received = 0
-    head, row, q_start, q_len, k_len, low, first, end = _receive(plan.notes, received)
+    head, row, q_start, q_len, k_len, low, first, end = receive(plan.notes, received)
     while head >= 0:
         row += WARPGROUP * 64
         position = row + k_len - q_len  # of the first row, among the keys
@@ -320,7 +249,7 @@ def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_h
         total = gl.convert_layout(gl.sum(sums, 1), ROWS)
         _store(plan, acc, high, total, out, lse, head, row, q_start, q_len, lse_stride, out_row, out_head)
         received += 1
-        head, row, q_start, q_len, k_len, low, first, end = _receive(plan.notes, received)
+        head, row, q_start, q_len, k_len, low, first, end = receive(plan.notes, received)
 
 
 @gluon.jit
@@ -457,10 +386,10 @@ def attend(
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """All tiles of a packed batch. `counter`: one 0. HEAD_COLUMNS: of q, k and v; BLOCK_ROWS: of k and v."""
-    q = _new_ring(q_desc.dtype, [2, 64, HEAD_DIM], TILE_LAYOUT, READERS=1)
-    k = _new_ring(q_desc.dtype, [SLOTS, BLOCK_N, HEAD_DIM], TILE_LAYOUT, READERS=2)
-    v = _new_ring(q_desc.dtype, [SLOTS, BLOCK_N, HEAD_DIM], TILE_LAYOUT, READERS=2)
-    notes = _new_ring(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]), READERS=2)
+    q = new_ring(q_desc.dtype, [2, 64, HEAD_DIM], TILE_LAYOUT, READERS=1)
+    k = new_ring(q_desc.dtype, [SLOTS, BLOCK_N, HEAD_DIM], TILE_LAYOUT, READERS=2)
+    v = new_ring(q_desc.dtype, [SLOTS, BLOCK_N, HEAD_DIM], TILE_LAYOUT, READERS=2)
+    notes = new_ring(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]), READERS=2)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(turns.index(0), count=1)
     mbarrier.init(turns.index(1), count=1)
