@@ -219,7 +219,10 @@ def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_h
             s, high, sums, _ = _softmax(plan, s, high, sums, (end - 1) * BLOCK_N, position, k_len, True)
             p = _as_operand(plan, s.to(q.dtype))
             if end * BLOCK_N > k_len:
-                _clear_rows(plan.v.wait_full(count), 0, k_len - (end - 1) * BLOCK_N)
+                # Where one tile is first and last, both warpgroups clear both ends of it: neither may store
+                # back what it loaded before the other cleared it.
+                last = (end - 1) * BLOCK_N
+                _clear_rows(plan.v.wait_full(count), low - last if plan.HAS_LEFT else 0, k_len - last)
             count += 1
             # Every row sees all of the tiles from whole_first to below whole_end.
             whole_first = first
