@@ -1,7 +1,7 @@
-"""Norm of each head, rotary embedding and the write into the cache on the CPU: one kernel after the other.
+"""Norm of each head, rotary embedding and the write into the cache on the CPU.
 
-The numbers stay in the processor's caches from one kernel to the next, and starting one costs a microsecond
-or two: there is little to win by making them one.
+The norm is a kernel of its own. Where the cache has the dtype of the keys, one kernel turns and writes: keys
+go straight to their slots, and nothing is written that is only read again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.kernels.cpu import host, kv_write
 from octavo.kernels.cpu.norm import rms_norm
-from octavo.kernels.cpu.rotary import apply_rotary
+from octavo.kernels.cpu.rotary import rotate_into, rotate_into_cache
 from octavo.kernels.reference.kv_write import write_kv_cache as write_quantised
 
 
@@ -44,12 +44,17 @@ def rotate_and_write_kv_cache(
         if q_weight.dtype not in host.DTYPE_NAMES:
             q_weight, k_weight = q_weight.float(), k_weight.float()
         q, k = rms_norm(q, q_weight, eps, None)[0], rms_norm(k, k_weight, eps, None)[0]
+        q_out = q  # the norm's results are ours: in place
     else:
-        q = q.clone(memory_format=torch.contiguous_format)
-        k = k.clone(memory_format=torch.contiguous_format)
-    apply_rotary(q, k, cos_sin_cache, positions, interleaved)
+        q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if k_cache.dtype == k.dtype:
+        caches = (k_cache, v_cache, slot_mapping)
+        rotate_into_cache(q_out, q, k, v, *caches, cos_sin_cache, positions, interleaved)
+        return q_out
+    k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    rotate_into(q_out, k_out, q, k, cos_sin_cache, positions, interleaved)
     if k_cache.dtype in host.DTYPE_NAMES:
-        kv_write.write_kv_cache(k, v, k_cache, v_cache, slot_mapping)
+        kv_write.write_kv_cache(k_out, v, k_cache, v_cache, slot_mapping)
     else:
-        write_quantised(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
-    return q
+        write_quantised(k_out, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    return q_out

@@ -112,11 +112,15 @@ def _rotary_halves(dtype: str, lanes: int, digest: str) -> Callable[[int], None]
     def rotary(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
         num_tokens = load_i64(block, 2)
-        half = load_i64(block, 3)
-        angles = load_i64(block, 4)
-        angles_row = load_i64(block, 5)
-        positions = load_i64(block, 6)
-        tokens_per_task = load_i64(block, 7)
+        angles = load_i64(block, 3)
+        angles_row = load_i64(block, 4)
+        positions = load_i64(block, 5)
+        tokens_per_task = load_i64(block, 6)
+        half = load_i64(block, 7)
+        dim = load_i64(block, 8)
+        slots = load_i64(block, 9)  # 0: none, token t of an output is its row t
+        block_size = load_i64(block, 10)
+        num_parts = load_i64(block, 11)
         whole = half // lanes * lanes
         while True:
             first = take(block, 0) * tokens_per_task
@@ -125,24 +129,52 @@ def _rotary_halves(dtype: str, lanes: int, digest: str) -> Callable[[int], None]
             for token in range(first, min(first + tokens_per_task, num_tokens)):
                 cos = angles + load_i64(positions, token) * angles_row
                 sin = cos + half * 4
-                for which in range(8, 16, 4):  # the parameters of q, then those of k
-                    heads = load_i64(block, which) + token * load_i64(block, which + 1)
-                    for head in range(load_i64(block, which + 3)):
-                        at = heads + head * load_i64(block, which + 2)
-                        for i in range(0, whole, lanes):
-                            a = load(at + i * item, dtype, lanes)
-                            b = load(at + (half + i) * item, dtype, lanes)
-                            c = load(cos + i * 4, "float32", lanes)
-                            s = load(sin + i * 4, "float32", lanes)
-                            store(at + i * item, a * c - b * s, dtype)
-                            store(at + (half + i) * item, b * c + a * s, dtype)
-                        for i in range(whole, half):
-                            a1 = load(at + i * item, dtype, 1)
-                            b1 = load(at + (half + i) * item, dtype, 1)
-                            c1 = load(cos + i * 4, "float32", 1)
-                            s1 = load(sin + i * 4, "float32", 1)
-                            store(at + i * item, a1 * c1 - b1 * s1, dtype)
-                            store(at + (half + i) * item, b1 * c1 + a1 * s1, dtype)
+                for part in range(num_parts):  # q, k and, with slots, v, which is only copied
+                    at = 12 + 8 * part
+                    num_heads = load_i64(block, at)
+                    source = load_i64(block, at + 1) + token * load_i64(block, at + 2)
+                    source_head = load_i64(block, at + 3)
+                    out = load_i64(block, at + 4)
+                    out_head = load_i64(block, at + 7)
+                    if part == 0 or slots == 0:
+                        out += token * load_i64(block, at + 6)
+                    else:
+                        slot = load_i64(slots, token)
+                        if slot < 0:
+                            continue
+                        out += slot // block_size * load_i64(block, at + 5)
+                        out += slot % block_size * load_i64(block, at + 6)
+                    turned = 0
+                    if part < 2:
+                        turned = 2 * half
+                        for head in range(num_heads):
+                            x = source + head * source_head
+                            to = out + head * out_head
+                            x_high = x + half * item
+                            to_high = to + half * item
+                            for i in range(0, whole, lanes):
+                                a = load(x + i * item, dtype, lanes)
+                                b = load(x_high + i * item, dtype, lanes)
+                                c = load(cos + i * 4, "float32", lanes)
+                                s = load(sin + i * 4, "float32", lanes)
+                                store(to + i * item, a * c - b * s, dtype)
+                                store(to_high + i * item, b * c + a * s, dtype)
+                            for i in range(whole, half):
+                                a1 = load(x + i * item, dtype, 1)
+                                b1 = load(x_high + i * item, dtype, 1)
+                                c1 = load(cos + i * 4, "float32", 1)
+                                s1 = load(sin + i * 4, "float32", 1)
+                                store(to + i * item, a1 * c1 - b1 * s1, dtype)
+                                store(to_high + i * item, b1 * c1 + a1 * s1, dtype)
+                    if out != source:  # else they are where they belong
+                        whole_rest = turned + (dim - turned) // lanes * lanes
+                        for head in range(num_heads):
+                            x = source + head * source_head
+                            to = out + head * out_head
+                            for i in range(turned, whole_rest, lanes):
+                                store(to + i * item, load(x + i * item, dtype, lanes), dtype)
+                            for i in range(whole_rest, dim):
+                                store(to + i * item, load(x + i * item, dtype, 1), dtype)
 
     return rotary
 
@@ -153,28 +185,59 @@ def _rotary_interleaved(dtype: str, lanes: int, digest: str) -> Callable[[int], 
     def rotary(block: int) -> None:
         digest  # noqa: B018  # part of the cache key
         num_tokens = load_i64(block, 2)
-        half = load_i64(block, 3)
-        angles = load_i64(block, 4)
-        angles_row = load_i64(block, 5)
-        positions = load_i64(block, 6)
-        tokens_per_task = load_i64(block, 7)
+        angles = load_i64(block, 3)
+        angles_row = load_i64(block, 4)
+        positions = load_i64(block, 5)
+        tokens_per_task = load_i64(block, 6)
+        half = load_i64(block, 7)
+        dim = load_i64(block, 8)
+        slots = load_i64(block, 9)  # 0: none, token t of an output is its row t
+        block_size = load_i64(block, 10)
+        num_parts = load_i64(block, 11)
         while True:
             first = take(block, 0) * tokens_per_task
             if first >= num_tokens:
                 break
             for token in range(first, min(first + tokens_per_task, num_tokens)):
                 cos = angles + load_i64(positions, token) * angles_row
-                for which in range(8, 16, 4):  # the parameters of q, then those of k
-                    heads = load_i64(block, which) + token * load_i64(block, which + 1)
-                    for head in range(load_i64(block, which + 3)):
-                        at = heads + head * load_i64(block, which + 2)
-                        for i in range(half):
-                            a = load(at + 2 * i * item, dtype, 1)
-                            b = load(at + (2 * i + 1) * item, dtype, 1)
-                            c = load(cos + i * 4, "float32", 1)
-                            s = load(cos + (half + i) * 4, "float32", 1)
-                            store(at + 2 * i * item, a * c - b * s, dtype)
-                            store(at + (2 * i + 1) * item, b * c + a * s, dtype)
+                sin = cos + half * 4
+                for part in range(num_parts):  # q, k and, with slots, v, which is only copied
+                    at = 12 + 8 * part
+                    num_heads = load_i64(block, at)
+                    source = load_i64(block, at + 1) + token * load_i64(block, at + 2)
+                    source_head = load_i64(block, at + 3)
+                    out = load_i64(block, at + 4)
+                    out_head = load_i64(block, at + 7)
+                    if part == 0 or slots == 0:
+                        out += token * load_i64(block, at + 6)
+                    else:
+                        slot = load_i64(slots, token)
+                        if slot < 0:
+                            continue
+                        out += slot // block_size * load_i64(block, at + 5)
+                        out += slot % block_size * load_i64(block, at + 6)
+                    turned = 0
+                    if part < 2:
+                        turned = 2 * half
+                        for head in range(num_heads):
+                            x = source + head * source_head
+                            to = out + head * out_head
+                            for i in range(half):
+                                a = load(x + 2 * i * item, dtype, 1)
+                                b = load(x + (2 * i + 1) * item, dtype, 1)
+                                c = load(cos + i * 4, "float32", 1)
+                                s = load(sin + i * 4, "float32", 1)
+                                store(to + 2 * i * item, a * c - b * s, dtype)
+                                store(to + (2 * i + 1) * item, b * c + a * s, dtype)
+                    if out != source:  # else they are where they belong
+                        whole_rest = turned + (dim - turned) // lanes * lanes
+                        for head in range(num_heads):
+                            x = source + head * source_head
+                            to = out + head * out_head
+                            for i in range(turned, whole_rest, lanes):
+                                store(to + i * item, load(x + i * item, dtype, lanes), dtype)
+                            for i in range(whole_rest, dim):
+                                store(to + i * item, load(x + i * item, dtype, 1), dtype)
 
     return rotary
 
