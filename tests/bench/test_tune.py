@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -117,6 +118,99 @@ def test_the_kernels_find_the_table_that_was_written(gpu, monkeypatch):
     assert set(json.loads(path.read_text())["kernels"]) == {"decode", "prefill"}  # the first entry is kept
     with pytest.raises(ConfigError, match=r"--kernel: 'decod' is none of decode, prefill \(did you mean"):
         tune(["decod"], None, print)
+
+
+@pytest.fixture
+def one_kernel(gpu, monkeypatch):
+    """The one kernel there is to tune; times it was run."""
+    ran = []
+
+    def run(case, parameters):
+        ran.append(case["key"])
+        return lambda: float(parameters["BLOCK"])
+
+    one = Tuning("decode", [SLOW], [case("a", "G2 bs16"), case("b", "G4 bs64")], run)
+    monkeypatch.setattr(bench_tune, "tunings", lambda: {"decode": ("m", one)})
+    return ran
+
+
+def test_a_pattern_that_matches_nothing_is_refused_by_name(one_kernel, tmp_path):
+    message = (
+        "--key: 'G2 bs15' matches none of the 2 shape classes, such as 'G2 bs16' (did you mean 'G2 bs16'?)"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tune([], tmp_path / "table.json", print, ["*bs64", "G2 bs15"])
+    assert (one_kernel, list(tmp_path.iterdir())) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"kernels": {"decode": {"G2"',
+        "",
+        "\x00\xff",
+        "[]",
+        '{"rows": []}',
+        '{"kernels": {"decode": {"G2": 3}}}',
+    ],
+)
+def test_a_file_that_is_no_table_is_refused_and_kept(one_kernel, tmp_path, content):
+    path = tmp_path / "table.json"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(
+        ConfigError, match=r"table\.json' cannot be added to: .* name another file with --out"
+    ):
+        tune([], path, print)
+    assert path.read_text(encoding="latin-1") == content
+    assert one_kernel == []
+
+
+@pytest.mark.parametrize("where", ["folder", "file/table.json", "/dev/null"])
+def test_a_place_that_takes_no_file_is_refused_before_the_run(one_kernel, tmp_path, where):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"no table can be written to .* name another file with --out"):
+        tune([], tmp_path / where, print)
+    assert one_kernel == []
+
+
+def test_the_kernels_own_folder_must_be_writable(one_kernel, monkeypatch):
+    monkeypatch.setattr(bench_tune.os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="no table can be written"):
+        tune([], None, print)
+    assert one_kernel == []
+
+
+def test_what_another_run_added_meanwhile_is_kept(one_kernel, tmp_path):
+    path = tmp_path / "table.json"
+    entry = {"parameters": FAST, "us": 7.0, "default_us": 10.0}
+
+    def other_run(text):
+        if text.startswith("decode G4"):
+            write(path, tuning.read(path) | {"prefill": {"G9": entry}})
+
+    tune([], path, other_run)
+    table = tuning.read(path)
+    assert table["prefill"] == {"G9": entry}
+    assert set(table["decode"]) == {"G2 bs16", "G4 bs64"}
+
+
+def test_a_write_that_fails_leaves_the_table_as_it_was(gpu, monkeypatch, tmp_path):
+    path = tmp_path / "table.json"
+    entry = {"parameters": FAST, "us": 7.0, "default_us": 10.0}
+    write(path, {"decode": {"G2": entry}})
+
+    def fails(self, text, **_):
+        with open(self, "w") as file:
+            file.write(text[:20])
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path), "write_text", fails)
+        with pytest.raises(OSError, match="the disk is full"):
+            write(path, {"decode": {"G2": entry, "G4": entry}})
+    assert tuning.read(path) == {"decode": {"G2": entry}}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_table_has_a_line_for_each_key(gpu, tmp_path):

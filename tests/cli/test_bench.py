@@ -1,4 +1,5 @@
 import re
+import sys
 
 import pytest
 
@@ -98,6 +99,8 @@ def test_kernels_lists_its_rows_anywhere(octavo):
         (("--peers", "fa4"), "--peers: unknown library 'fa4', expected all, none or some of fa3, fa2"),
         (("--json", "/nowhere/x.json"), "--json: there is no folder '/nowhere'; make it first"),
         (("--plot", "/nowhere/x.png"), "--plot: there is no folder '/nowhere'; make it first"),
+        (("--plot", "x.bogus"), "--plot: 'x.bogus' must end in one of .png, .svg, .pdf"),
+        (("--plot", "picture"), "--plot: 'picture' must end in one of .png, .svg, .pdf"),
     ],
 )
 def test_kernels_names_a_wrong_option(octavo, arguments, message):
@@ -150,6 +153,26 @@ def test_kernels_prints_a_line_per_row_and_writes_a_result_file(octavo, tmp_path
     (row,) = result["rows"]
     assert (row["value"], row["floor"], row["details"]["bar"]) == (10.0, 5.0, 9.0)
     assert (tmp_path / "roof.png").exists()
+
+
+def test_kernels_looks_for_matplotlib_before_the_run(octavo, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, err = octavo("bench", "kernels", "--plot", "x.png")
+    assert (status, out) == (1, "")
+    assert "--plot needs matplotlib: pip install 'octavo[plot]'" in err
+
+
+@pytest.mark.usefixtures("measured_elsewhere")
+def test_a_picture_that_fails_does_not_lose_the_result_file(octavo, monkeypatch, tmp_path):
+    def fails(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("octavo.cli.kernel_table.plot", fails)
+    path = tmp_path / "kernels.json"
+    status, _, err = octavo("bench", "kernels", "--json", path, "--plot", tmp_path / "roof.png")
+    assert status != 0
+    assert "the disk is full" in err
+    assert [row["name"] for row in read_result(path)["rows"]] == ["decode/good"]
 
 
 @pytest.mark.usefixtures("measured_elsewhere")

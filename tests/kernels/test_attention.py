@@ -371,3 +371,30 @@ def test_batch_invariant_is_a_flag(batch_invariant: object) -> None:
     batch = Batch.random([1], [1])
     with pytest.raises(KernelArgumentError, match="batch_invariant must be True or False"):
         flash_attn_varlen_func(batch.q, batch.k, batch.v, *batch.lengths, batch_invariant=batch_invariant)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_batch_invariant_is_refused_where_only_the_reference_runs(dtype: torch.dtype) -> None:
+    """An engine that was promised the same bits would not get them."""
+    q = torch.ones(1, 1, 2, 8, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    k_cache, v_cache = torch.zeros(2, 1, 4, 1, 8).to(dtype)
+    new = torch.ones(1, 1, 1, 8)
+    message = "batch_invariant = True is not supported. For queries of .* only the reference runs here"
+    with pytest.raises(UnsupportedKernelConfig, match=message):
+        flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=0, batch_invariant=True)
+    assert (k_cache.float() == 0).all()
+    lengths = (torch.tensor([0, 1], dtype=torch.int32),) * 2
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    arguments = (q[0], k_cache, v_cache, *lengths, 1, 1)
+    with pytest.raises(UnsupportedKernelConfig, match=message):
+        flash_attn_varlen_func(*arguments, block_table=table, batch_invariant=True)
+    assert flash_attn_varlen_func(*arguments, block_table=table).shape == (1, 2, 8)
+
+
+def test_batch_invariant_is_refused_where_the_reference_is_forced() -> None:
+    batch = Batch.random([1], [1])
+    arguments = (batch.q, batch.k, batch.v, *batch.lengths)
+    with backend.use("cpu"):
+        assert flash_attn_varlen_func(*arguments, batch_invariant=True).shape == batch.q.shape
+    with backend.use("reference"), pytest.raises(UnsupportedKernelConfig, match="batch_invariant = True"):
+        flash_attn_varlen_func(*arguments, batch_invariant=True)

@@ -17,6 +17,11 @@ from octavo.kernels import (
 )
 
 
+def twice(name: str, memory: Tensor) -> dict[str, Tensor]:
+    """The same memory under two tensors, for K and for V."""
+    return {name: memory, name.replace("k", "v", 1): memory.view(memory.shape)}
+
+
 def scale_mistakes() -> list[tuple[dict, str]]:
     """Changes to a right write: caches of some dtype, and scales that do not go with them."""
     per_token = torch.zeros(4, 4, 2)
@@ -43,6 +48,7 @@ def scale_mistakes() -> list[tuple[dict, str]]:
             quantised(float8, k_scale=per_token, v_scale=per_token),
             "v_scale must be another tensor than k_scale",
         ),
+        (quantised(float8, **twice("k_scale", per_token)), "v_scale must be another tensor than k_scale"),
     ]
 
 
@@ -204,6 +210,15 @@ WRONG: list[tuple[str, dict, str]] = [
         dict.fromkeys(("k_cache", "v_cache"), torch.ones(4, 4, 2, 8)),
         "v_cache must be another tensor",
     ),
+    *(
+        (name, twice("k_cache", torch.ones(4, 4, 2, 8)), "got the same memory")
+        for name in ("write", "append")
+    ),
+    (
+        "write",
+        dict.fromkeys(("k_cache", "v_cache"), torch.ones(4, 4, 2, 8, dtype=torch.int32)),
+        "k_cache.dtype must be float32, float16, bfloat16, float64, or quantised: float8_e4m3fn or int8",
+    ),
     ("append", {"cache_seqlens": 2.5}, "cache_seqlens must be from 0 to the capacity 8 as an int, got 2.5"),
     *(
         (name, {"causal": value}, f"causal must be True or False, got {value!r}")
@@ -229,7 +244,7 @@ UNSUPPORTED: list[tuple[str, dict, str]] = [
             dict.fromkeys(("k_cache", "v_cache"), torch.ones(4, 4, 2, 8).to(dtype)),
             f"k_cache.dtype = {dtype}",
         )
-        for dtype in (torch.float8_e5m2, torch.uint8)
+        for dtype in (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint8)
     ),
     ("write", {"k": torch.ones(3, 2, 8).to(torch.float8_e4m3fn)}, "k.dtype = torch.float8_e4m3fn"),
     ("paged", dict.fromkeys(("k", "v"), torch.ones(4, 4, 2, 8).to(torch.uint8)), "k.dtype = torch.uint8"),

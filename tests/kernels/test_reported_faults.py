@@ -191,14 +191,15 @@ def test_addresses_are_64_bit(implementation: str) -> None:
     """The last block starts past element 2^31 of its cache. Only the pages it touches get memory."""
     num_blocks, elements_per_block = 2**20 + 2, 16 * 4 * 32
     size = num_blocks * elements_per_block * 2
-    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    cache = torch.frombuffer(room, dtype=torch.float16).view(num_blocks, 16, 4, 32)
+    rooms = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
+    cache, values = (torch.frombuffer(r, dtype=torch.float16).view(num_blocks, 16, 4, 32) for r in rooms)
     last = num_blocks - 1
     assert last * cache.stride(0) >= 2**31
     batch = Batch.random([1], [16], heads=(4, 4), head_dim=32, dtype=torch.float16)
-    write_kv_cache(batch.v, batch.v, cache, cache[:], torch.arange(16) + last * 16)  # K and V share it
-    assert torch.equal(cache[last], batch.v)
-    assert (cache[last * 16 * 4 * 32 % 2**31 // elements_per_block] == 0).all()  # where a wrapped write lands
-    out = flash_attn_varlen_func(batch.q, cache, cache, *batch.lengths, block_table=int32(last).view(1, 1))
-    own = Batch([1], [16], batch.q, batch.v, batch.v)
-    assert_within_budget(out, sdpa(own), sdpa(own, dtype=torch.float16))
+    write_kv_cache(batch.k, batch.v, cache, values, torch.arange(16) + last * 16)
+    wrapped = last * 16 * 4 * 32 % 2**31 // elements_per_block  # where a wrapped write lands
+    for written, new in ((cache, batch.k), (values, batch.v)):
+        assert torch.equal(written[last], new)
+        assert (written[wrapped] == 0).all()
+    out = flash_attn_varlen_func(batch.q, cache, values, *batch.lengths, block_table=int32(last).view(1, 1))
+    assert_within_budget(out, sdpa(batch), sdpa(batch, dtype=torch.float16))

@@ -199,6 +199,8 @@ def test_no_rows():
         ({"min_p": 0.5}, "min_p must be a value of type Tensor | None, got 0.5"),
         ({"seeds": torch.zeros(2)}, "seeds.dtype must be torch.int64"),
         ({"positions": torch.zeros(1, dtype=torch.int64)}, "positions must be of shape (2,)"),
+        ({"return_logprobs": "yes"}, "return_logprobs must be True or False, got 'yes'"),
+        ({"return_logprobs": 1}, "return_logprobs must be True or False, got 1"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

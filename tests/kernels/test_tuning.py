@@ -51,6 +51,30 @@ def test_the_file_is_read_once(table: Path) -> None:
     assert tuning.parameters("decode", GPU, "G2 D128", DEFAULT) == DEFAULT
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"kernels": {"decode": {"G2',
+        "",
+        "[]",
+        '{"gpu": "x"}',
+        '{"kernels": {"decode": []}}',
+        '{"kernels": {"decode": {"G2 D128": {"parameters": {"BLOCK_N": "64"}}}}}',
+    ],
+)
+def test_a_file_that_is_no_table_is_passed_over_with_one_warning(
+    table: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    table.write_text(content)
+    for device in (GPU, torch.device("cuda", 1)):
+        for key in ("G2 D128", "G4 D128"):
+            assert tuning.parameters("decode", device, key, DEFAULT) == DEFAULT
+    (record,) = caplog.records
+    assert record.name == "octavo"
+    assert record.getMessage().startswith(f"{table} is passed over")
+    assert "octavo bench tune makes another" in record.getMessage()
+
+
 def test_the_cpu_has_no_table() -> None:
     assert tuning.table_path(torch.device("cpu")) is None
     assert tuning.parameters("decode", torch.device("cpu"), "any", DEFAULT) == DEFAULT

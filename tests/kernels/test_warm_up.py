@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from octavo.errors import KernelArgumentError
 from octavo.kernels import warm_up
 from octavo.kernels.gpu_checks import Sweep, model_shape
 from octavo.kernels.triton import warm_up as module
@@ -12,6 +13,24 @@ CPU = torch.device("cpu")
 
 def test_the_cpu_needs_none() -> None:
     assert warm_up(4, 2, 64, torch.float32, torch.float32, 16, "cpu") == []
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu", "gpu", None])
+def test_a_device_that_is_not_here_is_named(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    message = rf"^warm_up: device must be .*, got {device!r}\. Without a GPU .* pass 'cpu'"
+    with pytest.raises(KernelArgumentError, match=message):
+        warm_up(4, 2, 64, torch.float32, torch.float32, 16, device)  # type: ignore[arg-type]
+
+
+def test_a_gpu_past_the_last_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        KernelArgumentError, match="one of the 2 cuda devices that torch finds here, got 'cuda:2'"
+    ):
+        warm_up(4, 2, 64, torch.float32, torch.float32, 16, "cuda:2")
 
 
 def test_sizes_lie_on_both_sides_of_every_power_of_two() -> None:

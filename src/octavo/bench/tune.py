@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import pkgutil
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +38,7 @@ _LONG: dict[str, Any] = {"group_ms": 8.0, "groups": 5}
 def tune(
     kernels: Sequence[str], out: Path | None, say: Callable[[str], None], keys: Sequence[str] = ()
 ) -> Path:
-    """Tunes the kernels named (none: all that can be) and writes the table; other entries are kept.
+    """Tunes the kernels named (none: all that can be) and adds to the table; other entries are kept.
 
     Args:
         kernels: their names.      keys: patterns of the shape classes to tune; none: all.
@@ -46,7 +46,8 @@ def tune(
         say: told of each result.
 
     Raises:
-        ConfigError: no GPU here, or no such kernel.
+        ConfigError: no GPU here, no such kernel, a pattern that no shape class matches, or a file that cannot
+            be written or holds something else. Nothing was run.
     """
     if not torch.cuda.is_available():
         raise ConfigError("bench tune needs a GPU that torch can use, and there is none here")
@@ -60,17 +61,44 @@ def tune(
             raise ConfigError(f"--kernel: {name!r} is none of {', '.join(found)}{nearest(name, found)}")
     path = out or tuning.table_path(device)
     assert path is not None
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    table = content.get("kernels", {})
     chosen = {name: one for name, one in found.items() if not kernels or name in kernels}
+    _check_patterns(keys, {key for _, one in chosen.values() for key in wanted_keys(one, [])})
+    _check_writable(path)
+    _read(path)
     compile_all({name: module for name, (module, _) in chosen.items()}, say, keys)
     for name, (_, one) in chosen.items():
         for key, entry in tune_one(one, say, keys):
+            table = _read(path)
             table.setdefault(name, {})[key] = entry
             write(path, table)  # each time, so that a run that is cut short was not in vain
     tuning.forget()
     say(f"written: {path}; octavo bench kernels checks every kernel with it")
     return path
+
+
+def _check_patterns(patterns: Sequence[str], keys: Collection[str]) -> None:
+    for pattern in patterns:
+        if not fnmatch.filter(keys, pattern):
+            raise ConfigError(
+                f"--key: {pattern!r} matches none of the {len(keys)} shape classes, such as {min(keys)!r}"
+                f"{nearest(pattern, keys)}"
+            )
+
+
+def _check_writable(path: Path) -> None:
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    is_other = path.exists() and not path.is_file()  # a folder, or a device, which a file must not replace
+    if is_other or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"no table can be written to {str(path)!r}; name another file with --out")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tuning.read(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{str(path)!r} cannot be added to: {error}. Delete it, or name another file with --out"
+        ) from error
 
 
 def tunings() -> dict[str, tuple[str, Tuning]]:
@@ -183,7 +211,7 @@ def _compile(module: str, name: str, case: int, variant: int) -> None:
 
 
 def write(path: Path, table: dict[str, Any]) -> None:
-    """The table as JSON, a line for each key."""
+    """The table as JSON, a line for each key. A reader finds the old file or the new one, never a part."""
     head = {
         "gpu": gpu_name().split(",")[0],
         "commit": commit(),
@@ -196,4 +224,9 @@ def write(path: Path, table: dict[str, Any]) -> None:
         blocks.append(f"  {json.dumps(kernel)}: {{\n" + ",\n".join(lines) + "\n  }")
     text = json.dumps(head, indent=1)[:-2] + ',\n "kernels": {\n' + ",\n".join(blocks) + "\n }\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

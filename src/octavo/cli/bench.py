@@ -108,7 +108,8 @@ def kernels(
         Path | None, typer.Option("--json", help="Write a result file as in bench/results/.", metavar="FILE")
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the roofline picture (.png, .svg).", metavar="FILE")
+        Path | None,
+        typer.Option("--plot", help="Draw the roofline picture (.png, .svg, .pdf).", metavar="FILE"),
     ] = None,
 ) -> int:
     """Check Octavo's kernels on this GPU, then time them beside their floor and other libraries.

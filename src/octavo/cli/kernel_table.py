@@ -12,7 +12,7 @@ from octavo.bench.kernel_cases import Case
 from octavo.bench.kernels import Bench, Measured
 from octavo.bench.peers import PEERS
 from octavo.bench.report import gpu_name, number, write_result
-from octavo.bench.roofline import plot
+from octavo.bench.roofline import check_plot, plot
 from octavo.errors import ConfigError, nearest
 
 
@@ -26,7 +26,7 @@ def measure(
     """Measure the rows and print them; the exit status.
 
     Raises:
-        ConfigError: there is no GPU, or no such peer.
+        ConfigError: there is no GPU, no such peer, or no picture can be drawn there.
     """
     known = list(dict.fromkeys(peer.name for peer in PEERS))
     for name in peer_names or ():
@@ -35,6 +35,8 @@ def measure(
                 f"--peers: unknown library {name!r}, expected all, none or some of {', '.join(known)}"
                 f"{nearest(name, known)}"
             )
+    if plot_file is not None:
+        check_plot(plot_file)
     if not torch.cuda.is_available():
         raise ConfigError(
             "bench kernels needs a GPU that torch can use, and there is none here. What runs on the CPU: "
@@ -58,29 +60,34 @@ def measure(
     failed = [row for row in measured if row.failure]
     good = [row for row in measured if not row.failure]
     print(_verdict(good, failed, len(chosen), time.monotonic() - started))
+    if not good:
+        for path in filter(None, (json_file, plot_file)):
+            print(f"{path} is not written: no row was measured")
+        return 1
+    if json_file is not None:
+        _write(json_file, bench, good, failed, command)
     if plot_file is not None:
         points = [row.point for row in good if row.point is not None]
         plot(points, bench.ceilings, gpu_name(), plot_file)
-    if json_file is not None:
-        if not good:
-            print(f"{json_file} is not written: no row was measured")
-            return 1
-        used = {name for row in good for name in row.peers}
-        packages = {peer.package: peer.version() for peer in bench.peers if peer.name in used}
-        failures = {row.case.name: row.failure for row in failed}
-        failures |= {
-            f"{row.case.name} {peer}": reason for row in good for peer, reason in row.peer_failures.items()
-        }
-        write_result(
-            json_file,
-            [row.row() for row in good],
-            command=command,
-            extra_versions=packages,
-            gpu=gpu_name(),
-            ceilings=bench.ceilings.as_dict(),
-            failed=failures,
-        )
     return 1 if failed or len(measured) < len(chosen) else 0
+
+
+def _write(path: Path, bench: Bench, good: list[Measured], failed: list[Measured], command: str) -> None:
+    used = {name for row in good for name in row.peers}
+    packages = {peer.package: peer.version() for peer in bench.peers if peer.name in used}
+    failures = {row.case.name: row.failure for row in failed}
+    failures |= {
+        f"{row.case.name} {peer}": reason for row in good for peer, reason in row.peer_failures.items()
+    }
+    write_result(
+        path,
+        [row.row() for row in good],
+        command=command,
+        extra_versions=packages,
+        gpu=gpu_name(),
+        ceilings=bench.ceilings.as_dict(),
+        failed=failures,
+    )
 
 
 def _line(row: Measured, width: int) -> str:

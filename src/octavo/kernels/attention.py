@@ -156,7 +156,8 @@ def flash_attn_varlen_func(
             larger than 65504.
         batch_invariant: the bits of a row depend on its own sequence alone, whatever else is in the batch,
             whichever chunk the row is computed in, and however much of the prefix was there before. Slower
-            on a GPU; on the CPU it is always so.
+            with the Triton kernels; always so with the compiled ones of the CPU. The reference, which is
+            plain torch, cannot promise it and refuses.
 
     Returns:
         out (Tq, H, D), or (out, lse).
@@ -167,7 +168,8 @@ def flash_attn_varlen_func(
             would make the host wait, so there such arguments read or write memory that is not theirs.
             `out` is untouched.
         UnsupportedKernelConfig: head_dim over 256, a cache of another quantised dtype, an input that
-            requires gradients. Nothing was launched.
+            requires gradients, batch_invariant where only the reference can do the rest (on the CPU: float64
+            and quantised caches). Nothing was launched.
     """
     name = "flash_attn_varlen_func"
     device = q.device
@@ -194,7 +196,7 @@ def flash_attn_varlen_func(
         checks.table(name, block_table, batch, device)
         checks.scales(name, k_scale, v_scale, k)
     checks.heads(name, num_heads, num_kv_heads, head_dim, kv_head_dim)
-    checks.flag(name, "batch_invariant", batch_invariant)
+    check_invariant(name, batch_invariant, q, k)
     window_size = checks.attention_options(
         name, num_heads, batch, device, softmax_scale, causal, window_size, softcap,
         alibi_slopes, sinks, return_softmax_lse,
@@ -221,6 +223,19 @@ def flash_attn_varlen_func(
     lens = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = attend(q, k, v, *lens, options, block_table, out, return_softmax_lse)
     return out if lse is None else (out, lse)
+
+
+def check_invariant(name: str, batch_invariant: bool, q: Tensor, k: Tensor) -> None:
+    """The flag, and that what will run can keep its promise."""
+    checks.flag(name, "batch_invariant", batch_invariant)
+    if batch_invariant:
+        facts = ("cpu" if q.is_cpu else q.device.type, q.dtype, k.dtype, q.shape[-1])
+        if backend.implementation_of("varlen_attention", *facts) == "reference":
+            way_out = (
+                f"For queries of {q.dtype} over {k.dtype} only the reference runs here, and the order in "
+                "which torch adds is its own; octavo.kernels.backend.describe() says why."
+            )
+            raise checks.unsupported(name, "batch_invariant", True, way_out)
 
 
 class Options(NamedTuple):

@@ -25,7 +25,9 @@ _UNBOUNDED = 2**31 - 1
 INT32 = (torch.int32,)
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 QUANTISED_CACHES = frozenset({torch.float8_e4m3fn, torch.int8})
-_QUANTISED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
+_QUANTISED = frozenset(
+    {torch.int8, torch.uint8} | {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
+)
 
 
 def wrong(function: str, argument: str, expected: str, got: object, way_out: str = "") -> KernelArgumentError:
@@ -127,7 +129,8 @@ def caches(
             way_out = "Quantised caches are torch.float8_e4m3fn or torch.int8."
             raise unsupported(function, f"{name}.dtype", cache.dtype, way_out)
         else:
-            floats(function, name, cache, device)  # raises
+            expected = "float32, float16, bfloat16, float64, or quantised: float8_e4m3fn or int8"
+            raise wrong(function, f"{name}.dtype", expected, cache.dtype)
     same(function, v_name, v_cache, k_name, k_cache)
     if paged:
         size = k_cache.shape[1]
@@ -238,11 +241,21 @@ def two_caches(
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
 ) -> None:
-    """Caches, and scales per token, that are to be written are not one and the same tensor."""
-    if k_cache is v_cache:
-        raise wrong(function, "v_cache", "another tensor than k_cache", "the same one")
-    if k_scale is v_scale and isinstance(k_scale, Tensor) and k_scale.dim() == 3:
-        raise wrong(function, "v_scale", "another tensor than k_scale", "the same one")
+    """Caches, and scales per token, that are to be written are not one and the same memory."""
+    if k_cache is v_cache or _begin_alike(k_cache, v_cache):
+        raise wrong(function, "v_cache", "another tensor than k_cache", "the same memory")
+    if (
+        isinstance(k_scale, Tensor)
+        and isinstance(v_scale, Tensor)
+        and k_scale.dim() == 3
+        and _begin_alike(k_scale, v_scale)
+    ):
+        raise wrong(function, "v_scale", "another tensor than k_scale", "the same memory")
+
+
+def _begin_alike(a: Tensor, b: Tensor) -> bool:
+    """Two tensors with one first element and one shape. Empty ones have none, nor has the meta device."""
+    return a.data_ptr() == b.data_ptr() != 0 and a.numel() > 0 and a.shape == b.shape
 
 
 def output(function: str, out: Tensor, q: Tensor) -> None:

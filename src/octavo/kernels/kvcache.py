@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels import backend, checks
 from octavo.kernels.argument_types import names_wrong_types
-from octavo.kernels.attention import Options, attend
+from octavo.kernels.attention import Options, attend, check_invariant
 from octavo.kernels.reference.kvcache import Plan, plan_kvcache
 from octavo.kernels.rotary import apply_rotary
 
@@ -133,7 +133,8 @@ def flash_attn_with_kvcache(
             other; on the CPU also lengths past the capacity and table entries that name no block, which on a
             GPU reach memory that is not theirs. The caches are untouched.
         UnsupportedKernelConfig: head_dim over 256, a cache of another quantised dtype, an input that
-            requires gradients. The caches are untouched.
+            requires gradients, batch_invariant where only the reference can do the rest. The caches are
+            untouched.
     """
     name = "flash_attn_with_kvcache"
     device = q.device
@@ -144,7 +145,7 @@ def flash_attn_with_kvcache(
     num_blocks, block_size, num_kv_heads, kv_head_dim = k_cache.shape
     checks.heads(name, num_heads, num_kv_heads, head_dim, kv_head_dim)
     checks.scales(name, k_scale, v_scale, k_cache)
-    checks.flag(name, "batch_invariant", batch_invariant)
+    check_invariant(name, batch_invariant, q, k_cache)
     window_size = checks.attention_options(
         name, num_heads, batch, device, softmax_scale, causal, window_size, softcap,
         alibi_slopes, sinks, return_softmax_lse,

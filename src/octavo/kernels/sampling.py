@@ -88,6 +88,7 @@ def sample(
     if logits.dtype not in _LOGITS:
         raise checks.wrong(name, "logits.dtype", "float32, float16 or bfloat16", logits.dtype)
     checks.floats(name, "logits", logits, device)
+    checks.flag(name, "return_logprobs", return_logprobs)
     rows = (logits.shape[0],)
     for argument, values, dtypes in (
         ("temperature", temperature, _FLOAT32),

@@ -33,8 +33,8 @@ def varlen_attention(
 ) -> None:
     """Fill `out` (Tq, H, D) and `lse` (H, Tq); `octavo.kernels.attention` says what they mean.
 
-    `leftpad` (B,): that many leading keys of each sequence are seen by no row. `batch_invariant` changes
-    nothing: a sequence is computed by itself anyway.
+    `leftpad` (B,): that many leading keys of each sequence are seen by no row. `batch_invariant` is always
+    False: torch adds in an order of its own, so the public functions refuse it.
     """
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[-2]

@@ -114,6 +114,17 @@ def visible(positions, keys, first, last, left, right):
 
 
 @triton.jit
+def capped(s, softcap):
+    """softcap * tanh(s / softcap), right to float32's relative precision however large the softcap is."""
+    x = s * (1.0 / softcap)
+    square = x * x
+    # tanh(x) / x by its series: next to 0, 1 - 2 / (1 + e^2x) is a difference of two numbers near 1.
+    series = tl.fma(square, tl.fma(square, tl.fma(square, -17.0 / 315.0, 2.0 / 15.0), -1.0 / 3.0), 1.0)
+    far = softcap - 2.0 * softcap / (1.0 + tl.exp2(s * (2.0 * _LOG2_E / softcap)))  # right at 0, inf
+    return tl.where(tl.abs(x) < 0.125, s * series, far)
+
+
+@triton.jit
 def scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales, PLAIN: tl.constexpr):
     """Scores (M, N) from products (M, N) of queries and keys; `absorb` takes them with the same PLAIN.
 
@@ -126,8 +137,8 @@ def scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales
     s = products * scale
     if k_scales is not None:
         s = s * k_scales[None, :]
-    if softcap is not None:  # tanh(x) = 1 - 2 / (1 + e^2x): right at both ends, where e^2x is 0 or inf
-        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s * (2.0 * _LOG2_E / softcap)))
+    if softcap is not None:
+        s = capped(s, softcap)
     if slopes is not None:
         s = s - slopes[:, None] * tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
     s = s * _LOG2_E

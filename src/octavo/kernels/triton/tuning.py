@@ -12,6 +12,7 @@ A GPU without a table runs on the defaults, which are safe anywhere (`octavo doc
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("octavo")
 
 FOLDER = Path(__file__).parent / "tuned"
 
@@ -70,17 +73,47 @@ def parameters(kernel: str, device: torch.device, key: str, default: Parameters)
 
 
 _decided: dict[tuple[str, torch.device, str], Parameters] = {}
-_tables: dict[torch.device, dict[str, Any]] = {}
+_tables: dict[Path | None, dict[str, Any]] = {}
 
 
 def table(device: torch.device) -> dict[str, Any]:
-    """Kernel -> key -> entry for that GPU; empty where no table was made for it."""
-    found = _tables.get(device)
+    """Kernel -> key -> entry for that GPU; empty where there is no table for it, or none to be read."""
+    path = table_path(device)
+    found = _tables.get(path)
     if found is None:
-        path = table_path(device)
-        content = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
-        found = _tables[device] = content.get("kernels", {})
+        try:
+            found = {} if path is None else read(path)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "%s is passed over, and the kernels run on their defaults: it cannot be read (%s). "
+                "Delete it; octavo bench tune makes another.",
+                path,
+                error,
+            )
+            found = {}
+        _tables[path] = found
     return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Kernel -> key -> entry of that file, empty where there is none; ValueError or OSError otherwise."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    kernels: dict[str, Any] | None = content.get("kernels") if isinstance(content, dict) else None
+    if not isinstance(kernels, dict) or not all(map(_is_entries, kernels.values())):
+        raise ValueError("it is no table of launch parameters")
+    return kernels
+
+
+def _is_entries(entries: object) -> bool:
+    """Key -> {"parameters": name -> int, ...}."""
+    return isinstance(entries, dict) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("parameters"), dict)
+        and all(type(value) is int for value in entry["parameters"].values())
+        for entry in entries.values()
+    )
 
 
 def table_path(device: torch.device) -> Path | None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from octavo.errors import shown
+from octavo.kernels import checks
 from octavo.kernels.triton import is_interpreted, unfit_reason
 from octavo.kernels.triton.monitor import watch
 
@@ -74,9 +76,10 @@ def warm_up(
         What had to be compiled or loaded from disk, for the log.
 
     Raises:
+        KernelArgumentError: there is no such device here.
         UnsupportedKernelConfig, KernelArgumentError: the kernels cannot do this; as a first step would.
     """
-    device = torch.device(device)
+    device = _there_is(device)
     if device.type not in ("cuda", "xpu") or unfit_reason(device.type) is not None or is_interpreted():
         return []
     device = torch.empty(0, device=device).device  # with its index
@@ -90,6 +93,23 @@ def warm_up(
         _run_all(_jobs(model), device)
         torch.accelerator.synchronize(device)
     return made
+
+
+def _there_is(device: torch.device | str) -> torch.device:
+    """The device of that name; KernelArgumentError where torch knows none, or finds no such GPU."""
+    way_out = "Without a GPU nothing needs to be warmed up: pass 'cpu', or leave the call out."
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        expected = "a device as torch names it, such as 'cuda' or 'cpu'"
+        raise checks.wrong("warm_up", "device", expected, shown(device), way_out) from error
+    if found.type in ("cuda", "xpu"):
+        gpus = torch.cuda if found.type == "cuda" else torch.xpu
+        count = gpus.device_count() if gpus.is_available() else 0
+        if count <= (found.index or 0):
+            expected = f"one of the {count} {found.type} devices that torch finds here"
+            raise checks.wrong("warm_up", "device", expected, shown(device), way_out)
+    return found
 
 
 @dataclass(frozen=True)
