@@ -148,6 +148,7 @@ class NoGpu:
         answers = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
+            "current_device": lambda: -1,  # the number that a CPU tensor gives for its device
             "get_device_properties": lambda *_: self.properties,
             "get_device_capability": lambda *_: (self.arch // 10, self.arch % 10),
             "get_device_name": lambda *_: self.properties.name,

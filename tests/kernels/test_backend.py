@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -278,3 +280,62 @@ def test_importing_the_kernels_loads_nothing_of_the_engine_and_no_numba() -> Non
     assert rooms == {"errors", "kernels"}
     assert {"torch", "octavo.kernels.checks"} <= set(loaded)
     assert {"transformers", "numba", "llvmlite", "octavo.kernels.self_check"}.isdisjoint(loaded)
+
+
+class OnGpu:
+    """What a launch looks at in a tensor of GPU 1."""
+
+    is_cuda, is_xpu = True, False
+
+    @staticmethod
+    def get_device() -> int:
+        return 1
+
+
+@pytest.mark.parametrize(("current", "made_current"), [(0, [1]), (1, [])])
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch, current: int, made_current: list[int]
+) -> None:
+    """Triton launches on the current device, which need not be it."""
+    now = [current]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        now.append(index)
+        yield
+        now.pop()
+
+    class Room(Working):
+        @staticmethod
+        def silu_and_mul(x: object) -> int:  # type: ignore[override]
+            return now[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(triton_room, "unfit_reason", lambda device_type: None)
+    fake_room(monkeypatch, Room, "triton")
+    with backend.use("auto"):
+        assert backend.select("silu_and_mul", "cuda", torch.bfloat16)(OnGpu()) == 1
+    assert now == [current]
+    with triton_room.on_device_of(OnGpu()):  # type: ignore[arg-type]
+        assert now == [current, *made_current]
+    with triton_room.on_device_of(torch.empty(1)):
+        assert now == [current]
+
+
+@pytest.mark.usefixtures("no_gpu_rooms")
+def test_plain_torch_on_a_gpu_is_warned_of_once_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "_warned", set())
+    with backend.use("reference"):
+        backend.select("rms_norm", "cuda", torch.float32, torch.float32)
+    assert not caplog.records
+    with backend.use("auto"):
+        backend.select("rms_norm", "cuda", torch.float32, torch.float32)
+        backend.select("rms_norm", "cuda", torch.float16, torch.float16)
+        backend.select("rms_norm", "meta", torch.float16, torch.float16)
+    (record,) = caplog.records
+    assert record.name == "octavo"
+    for part in ("rms_norm", "plain torch", "no Triton here", "octavo doctor", "OCTAVO_KERNELS=reference"):
+        assert part in record.getMessage()

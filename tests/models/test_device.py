@@ -12,6 +12,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose second GPU is the current one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr("octavo.models.device.unfit_reason", lambda device_type: None)
 
 
 @pytest.fixture
@@ -23,6 +24,20 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_a_gpu() -> None:
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 1)
     assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_takes_the_cpu_where_the_gpu_would_have_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        "octavo.models.device.unfit_reason", lambda device_type: f"no Triton for {device_type}"
+    )
+    assert resolve_device("auto") == torch.device("cpu")
+    assert "device='auto' takes the CPU: no Triton for cuda." in caplog.text
+    caplog.clear()
+    assert resolve_device("cuda") == torch.device("cuda", 1)
+    assert not caplog.records
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -12,9 +12,12 @@ What holds for every implementation:
 
 - attention: any strides with a contiguous last dimension; the block size may be any number from 1 (a
   contiguous cache comes in as one block per sequence); only blocks that hold a visible key are looked up, so
-  table entries left of a window, and past the length, may be -1; masked and unwritten memory never reaches a
-  result; a row without a visible key is 0 with LSE -inf, sinks or not; `out` and `lse` are filled completely;
-  a sink is part of the LSE; `window_size` is negative for "no bound" on a side, and `causal` means right = 0.
+  table entries left of a window, and past the length, may be -1; memory that no visible key occupies never
+  reaches a result, NaN included; a row without a visible key is 0 with LSE -inf, sinks or not; `out` and
+  `lse` are filled completely; a sink is part of the LSE; `window_size` is negative for "no bound" on a side,
+  and `causal` means right = 0. One thing holds in `cpu` and `reference` only: a NaN or Inf in the *value* of
+  a live key does not reach the rows of its own sequence that do not see it (a matrix unit multiplies it by
+  their weight 0).
 - `slot_mapping` and `positions` are int64, `cu_seqlens_*` and `block_table` int32.
 
 The environment variable OCTAVO_KERNELS forces a room: `reference`, `cpu` or `triton` (an error then takes
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +67,10 @@ _ROOMS_FOR_DEVICE = {
     "cuda": ("triton", "reference"),  # NVIDIA, and AMD, which torch calls cuda, too
     "xpu": ("triton", "reference"),
 }
+_GPUS = ("cuda", "xpu")
 _VARIABLE = "OCTAVO_KERNELS"
+
+logger = logging.getLogger("octavo")
 
 Kernel = Callable[..., Any]
 
@@ -76,6 +83,7 @@ class _Choice(NamedTuple):
 
 _forced: str | None = None  # by `use`; None leaves the choice to the environment
 _selected: dict[tuple[Any, ...], _Choice] = {}
+_warned: set[tuple[str, str]] = set()  # (kernel, reason), once in a process
 
 
 @dataclass(frozen=True)
@@ -284,12 +292,26 @@ def _choose(kernel: str, device_type: str, facts: tuple[Any, ...]) -> _Choice:
     for room in rooms:
         function, reason = _load(room, kernel, device_type, facts)
         if function is not None:
+            if device_type in _GPUS:
+                _warn(kernel, passed_over)
             return _Choice(room, function, tuple(passed_over))
         passed_over.append((room, reason))
     raise UnsupportedKernelConfig(
         f"{kernel}: the {wanted!r} kernels are forced and cannot run this: {passed_over[-1][1]}. "
         f"Unset {_VARIABLE} to fall back to the reference."
     )
+
+
+def _warn(kernel: str, passed_over: list[tuple[str, str]]) -> None:
+    """Say once for each reason that a kernel runs in plain torch on a GPU, which nobody asked for."""
+    for room, reason in passed_over:
+        if (kernel, reason) not in _warned:
+            _warned.add((kernel, reason))
+            logger.warning(
+                "%s runs on the GPU in plain torch, slowly: the %s kernels cannot do it: %s. `octavo doctor` "
+                "shows what runs here; %s=reference asks for plain torch, and silences this.",
+                kernel, room, reason, _VARIABLE,
+            )  # fmt: skip
 
 
 def _load(room: str, kernel: str, device_type: str, facts: tuple[Any, ...]) -> tuple[Kernel | None, str]:
@@ -311,4 +333,4 @@ def _load(room: str, kernel: str, device_type: str, facts: tuple[Any, ...]) -> t
             told = ", ".join(f"{name} {fact}" for name, fact in zip(names, facts, strict=True))
             return None, f"{reason} ({told})"
     function: Kernel = getattr(module, kernel)
-    return function, ""
+    return triton_room.on_its_device(function) if room == "triton" else function, ""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from octavo.config import DEVICES, check_choice
 from octavo.errors import ConfigError
+from octavo.kernels.triton import unfit_reason
+
+logger = logging.getLogger("octavo")
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that the option `device` means here; ``auto`` is the current GPU where there is one.
+    """The device that the option `device` means here; ``auto`` is the current GPU where there is one that
+    the Triton kernels run on: plain torch on a GPU is slower than the compiled kernels of the CPU.
 
     Raises ConfigError for an unknown name, and for ``cuda`` where torch finds no GPU.
     """
@@ -18,6 +24,9 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(f"device='cuda' was asked for, and {_no_gpu()}, or pass device='cpu'")
+    if name == "auto" and (reason := unfit_reason("cuda")) is not None:
+        logger.warning("device='auto' takes the CPU: %s. device='cuda' takes the GPU in plain torch.", reason)
+        return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -1,15 +1,16 @@
 """Which kernel does which sequence: its own length decides, and every row is written once."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.attention_cases import Case, prepare
 
-from octavo.errors import UnsupportedKernelConfig
+from octavo.errors import KernelArgumentError, UnsupportedKernelConfig
 from octavo.kernels import backend, flash_attn_varlen_func
-from octavo.kernels.triton import attention, decode, prefill, tiles
+from octavo.kernels.triton import attention, decode, decode_invariant, prefill, tiles
 
 SHORT = tiles.SHORT
 pytestmark = pytest.mark.usefixtures("triton_room")
@@ -113,3 +114,60 @@ def test_packed_keys_have_no_scales() -> None:
 def test_a_kernel_for_hopper_that_does_not_import_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_hopper", lambda: "prefill_hopper does not import")
     prepare(Case((SHORT + 1,), (20,), head_dim=16, dtype=torch.float32), "cpu").check()
+
+
+def attend(
+    q_rows: int, lens: tuple[int, ...], keys: tuple[int, ...], max_q: int, max_k: int, **options: Any
+) -> torch.Tensor:
+    """The room's function, with bounds and paddings that the public one refuses on the CPU."""
+    inputs = prepare(Case(lens, keys, heads=(8, 1), head_dim=16, dtype=torch.float32), "cpu")
+    given = inputs.arguments
+    q = torch.cat([given["q"], torch.zeros(q_rows - sum(lens), 8, 16)])
+    out = torch.full_like(q, math.nan)
+    attention.varlen_attention(
+        q, given["k"], given["v"], given["cu_seqlens_q"], given["cu_seqlens_k"], max_q, max_k,
+        softmax_scale=0.25, causal=True, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None,
+        block_table=given["block_table"], out=out, lse=None, **options,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "invariant"])
+def test_a_bound_of_rows_that_is_too_small_does_not_hang(batch_invariant: bool) -> None:
+    out = attend(6, (5, 1), (40, 30), 1, 40, batch_invariant=batch_invariant)
+    assert not out[5].isnan().any()  # the sequence that it holds for
+
+
+@pytest.mark.parametrize("bound", [1000, 2000])
+def test_a_bound_of_keys_that_is_too_small_writes_nothing_elsewhere(
+    bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.Tensor] = []
+    real = torch.empty
+
+    def empty(shape: tuple[int, ...], **how: Any) -> torch.Tensor:
+        """Memory with a guarded margin behind it."""
+        count = math.prod(shape)
+        memory = real(count + 40_000, **how).fill_(7.0)
+        made.append(memory[count:])
+        return memory[:count].view(shape)
+
+    monkeypatch.setattr(decode_invariant, "torch", SimpleNamespace(empty=empty, float32=torch.float32))
+    attend(1, (1,), (2100,), 1, bound, batch_invariant=True)
+    assert made
+    assert all(bool((margin == 7.0).all()) for margin in made)
+
+
+def test_rows_of_a_padded_batch_are_written() -> None:
+    """Seen where a CUDA graph is captured for more rows than a step has."""
+    out = attend(16, (1,), (40,), 1, 40)
+    assert not out[0].isnan().any()
+    assert out[1:].isnan().all()
+
+
+def test_more_rows_than_the_bound_allows_are_refused_on_any_device() -> None:
+    q, k = torch.empty(10, 2, 16, device="meta"), torch.empty(20, 2, 16, device="meta")
+    lens = torch.empty(3, dtype=torch.int32, device="meta")
+    message = "max_seqlen_q must be at least 5 for 10 rows of q in 2 sequences, got 4. Pass the number"
+    with pytest.raises(KernelArgumentError, match=message):
+        flash_attn_varlen_func(q, k, k, lens, lens, 4, 20)

@@ -7,7 +7,7 @@ from torch import Tensor
 from octavo.kernels import apply_rotary
 from octavo.kernels.reference import kvcache as reference
 from octavo.kernels.reference.kvcache import Angles, Plan
-from octavo.kernels.triton import kvcache
+from octavo.kernels.triton import kv_write, kvcache
 
 pytestmark = pytest.mark.usefixtures("triton_room")
 BLOCK_SIZE = 4
@@ -35,9 +35,10 @@ def turned(angles: Angles | None, num_tokens: int) -> Tensor:
 @pytest.mark.parametrize(("seqlen_q", "num_new"), [(1, 0), (1, 1), (2, 3), (50, 50)])
 def test_the_plan_is_the_references(lens: Tensor | int, seqlen_q: int, num_new: int, paged: bool) -> None:
     table = torch.arange(3 * 16).flip(0).view(3, 16).int() if paged else None
-    if not paged and num_new:
-        lens = 0 if isinstance(lens, int) else torch.zeros(3, dtype=torch.int32)
+    if not paged:  # the capacity is one block
         num_new = min(num_new, BLOCK_SIZE)
+        room_left = BLOCK_SIZE - num_new
+        lens = min(lens, room_left) if isinstance(lens, int) else lens.clamp(max=room_left)
     ours, right = both(lens, table, seqlen_q, num_new, None, None, False)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "table", "slots"):
         torch.testing.assert_close(getattr(ours, name), getattr(right, name), rtol=0, atol=0)
@@ -72,3 +73,31 @@ def test_more_sequences_than_one_vector_holds() -> None:
     assert torch.equal(ours.cu_seqlens_k, right.cu_seqlens_k)
     assert torch.equal(ours.cu_seqlens_q, right.cu_seqlens_q)
     assert torch.equal(ours.slots, right.slots)
+
+
+@pytest.mark.parametrize(
+    ("table", "slots"),
+    [([[0, 1], [2, 3]], [7, -1, 8 + 3, 8 + 4]), (None, [-1, -1, 4 + 3, -1])],
+    ids=["paged", "contiguous"],
+)
+def test_tokens_past_the_capacity_are_not_written(table: list[list[int]] | None, slots: list[int]) -> None:
+    """A GPU cannot refuse lengths; another sequence's first key is not to be lost for it."""
+    lens = torch.tensor([7, 3], dtype=torch.int32)
+    entries = None if table is None else torch.tensor(table, dtype=torch.int32)
+    arguments = (lens, entries, 2, 1, 2, BLOCK_SIZE, torch.device("cpu"), None, None, True)
+    plan = kvcache.plan_kvcache(*arguments)
+    assert plan.slots.tolist() == slots
+    assert plan.cu_seqlens_k.tolist() == ([0, 8, 13] if table else [0, 4, 8])
+
+
+def test_a_full_cache_keeps_its_keys() -> None:
+    caches = torch.arange(2 * 4 * 4 * 16, dtype=torch.float32).view(2, 4, 4, 1, 16)
+    before = caches.clone()
+    plan = kvcache.plan_kvcache(
+        torch.tensor([8, 3], dtype=torch.int32), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        2, 1, 1, 4, torch.device("cpu"), None, None, True,
+    )  # fmt: skip
+    new = torch.full((2, 1, 16), -1.0)
+    kv_write.write_kv_cache(new, new, caches[0], caches[1], plan.slots)
+    changed = (caches != before).any(-1).nonzero().tolist()
+    assert changed == [[0, 2, 3, 0], [1, 2, 3, 0]]

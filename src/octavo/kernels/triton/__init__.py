@@ -9,9 +9,18 @@ Importing this package loads neither Triton nor a kernel.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
 
 OLDEST = (3, 6)  # of Triton; the newest that the tests run on is 3.9
 OLDEST_CAPABILITY = (8, 0)  # of an NVIDIA GPU: bfloat16 and asynchronous copies
+SHORT = 8  # attention of sequences of at most so many query rows is decode's, of longer ones prefill's
+
+_NOTHING_TO_DO = nullcontext()
 
 
 def unfit_reason(device_type: str) -> str | None:
@@ -26,6 +35,26 @@ def unfit_reason(device_type: str) -> str | None:
     if device_type == "cuda":
         return _capability_reason()
     return None
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Makes the tensor's GPU the current one: Triton launches there, whatever its arguments are on."""
+    devices = torch.cuda if x.is_cuda else torch.xpu if x.is_xpu else None
+    if devices is None or devices.current_device() == x.get_device():
+        return _NOTHING_TO_DO
+    made_current: AbstractContextManager[object] = devices.device(x.get_device())
+    return made_current
+
+
+def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, launched on the device of its first argument."""
+
+    @functools.wraps(kernel)
+    def launch(x: Tensor, *arguments: Any, **options: Any) -> Any:
+        with on_device_of(x):
+            return kernel(x, *arguments, **options)
+
+    return launch
 
 
 @functools.cache
@@ -63,8 +92,6 @@ def _version(text: str) -> tuple[int, int]:
 
 @functools.cache
 def _capability_reason() -> str | None:
-    import torch
-
     if torch.version.hip is not None or not torch.cuda.is_available():
         return None
     for index in range(torch.cuda.device_count()):

@@ -75,7 +75,8 @@ def varlen_attention(
         "k_scale": k_scale, "v_scale": v_scale, "leftpad": leftpad, "batch_invariant": batch_invariant,
     }  # fmt: skip
     seqlens = cu_seqlens_q, cu_seqlens_k, longest, max_seqlen_k
-    if num_rows <= (batch - 1) * longest + SHORT:  # else all sequences must be longer to hold so many rows
+    # With more rows than that all sequences are longer, unless q is padded: then one launch does it anyway.
+    if longest <= SHORT or num_rows <= (batch - 1) * longest + SHORT:
         decode.decode_attention(q, k, v, *seqlens, **options)
     if longest > SHORT:
         hopper = _hopper()

@@ -20,7 +20,14 @@ UNSPECIALISED = (
 # Small index tensors, often slices of larger ones: their alignment gains nothing and would compile twice.
 UNALIGNED = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "leftpad", "alibi_slopes", "sinks", "lse")
 
-_FAR = 2**30  # further than any key; added to a position it stays inside int32
+# What the second launches of decode, which merge partials, need of the arguments.
+MERGE_FACTS = (
+    "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks", "v_scale", "out_stride_token",
+    "out_stride_head", "lse_stride", "value_scale", "left", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM",
+    "BLOCK_D", "V_SCALES",
+)  # fmt: skip
+
+FAR = 2**30  # further than any key; added to a position it stays inside int32
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _QUANTISED = (torch.float8_e4m3fn, torch.int8)
 
@@ -121,8 +128,8 @@ def arguments(
         "k_scale_stride_head": k_scale_strides[2], "v_scale_stride_block": v_scale_strides[0],
         "v_scale_stride_slot": v_scale_strides[1], "v_scale_stride_head": v_scale_strides[2],
         "scale": float(softmax_scale), "softcap": float(softcap) if softcap > 0 else None,
-        "value_scale": value_scale, "left": min(left, _FAR) if left >= 0 else None,
-        "right": min(right, _FAR) if right >= 0 else None, "batch": cu_seqlens_q.shape[0] - 1,
+        "value_scale": value_scale, "left": min(left, FAR) if left >= 0 else None,
+        "right": min(right, FAR) if right >= 0 else None, "batch": cu_seqlens_q.shape[0] - 1,
         "NUM_KV_HEADS": k.shape[-2], "GROUP": q.shape[1] // k.shape[-2],
         "HEAD_DIM": q.shape[2], "BLOCK_D": max(16, triton.next_power_of_2(q.shape[2])),
         "BLOCK_SIZE": block_size_of(k, block_table), "COMPUTE": _TRITON_DTYPES[compute],

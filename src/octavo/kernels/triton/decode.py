@@ -31,6 +31,7 @@ from torch import Tensor
 
 from octavo.kernels.triton import decode_plan, is_interpreted, tiles
 from octavo.kernels.triton.attention_arguments import (
+    MERGE_FACTS,
     UNALIGNED,
     UNSPECIALISED,
     arguments,
@@ -230,7 +231,7 @@ def _decode(
                 tl.store(piece_sums + at * 2, high, mask=local < ROWS)
                 tl.store(piece_sums + at * 2 + 1, total, mask=local < ROWS)
                 tl.store(piece_acc + at[:, None] * BLOCK_D + dims[None, :], acc, mask=(local < ROWS)[:, None])
-            unit += count
+            unit += tl.maximum(count, 1)  # rows that max_seqlen_q denies have no units: go on all the same
 
 
 @triton.jit(do_not_specialize=(*UNSPECIALISED, *_PLAN), do_not_specialize_on_alignment=UNALIGNED)
@@ -375,16 +376,9 @@ def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int
         PIN=given["PIN"], num_warps=given["num_warps"], num_stages=given["num_stages"], **registers,
     )  # fmt: skip
     _merge_pieces[(programs, min(packed, block_m))](
-        **{name: facts[name] for name in _MERGE_FACTS}, **shared,
+        **{name: facts[name] for name in MERGE_FACTS}, **shared,
         PIECES=max(1, given["MERGED"] // facts["BLOCK_D"]), num_warps=4,
     )  # fmt: skip
-
-
-_MERGE_FACTS = (
-    "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks", "v_scale", "out_stride_token",
-    "out_stride_head", "lse_stride", "value_scale", "left", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM",
-    "BLOCK_D", "V_SCALES",
-)  # fmt: skip
 
 
 def _is_exact(q: Tensor, k: Tensor) -> bool:

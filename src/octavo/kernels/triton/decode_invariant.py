@@ -18,6 +18,7 @@ import triton.language as tl
 
 from octavo.kernels.triton import decode_plan, tiles
 from octavo.kernels.triton.attention_arguments import (
+    MERGE_FACTS,
     UNALIGNED,
     UNSPECIALISED,
     invariant_tile,
@@ -132,7 +133,8 @@ def _decode_chunks(
                     (b.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROW_TILES + row_tile
                 ) * most_chunks + chunk
                 at = slot * ROWS + local
-                kept = in_sequence & (local < ROWS)
+                # Bounds that do not hold must not write outside the workspace.
+                kept = in_sequence & (local < ROWS) & (chunk < most_chunks) & (row_tile < ROW_TILES)
                 tl.store(partial_acc + at[:, None] * BLOCK_D + dims[None, :], acc, mask=kept[:, None])
                 tl.store(partial_sums + at * 2, high, mask=kept)
                 tl.store(partial_sums + at * 2 + 1, total, mask=kept)
@@ -165,7 +167,7 @@ def _merge_chunks(
         high = tl.full([BLOCK_R], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_R], tl.float32)
         slot = (b.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROW_TILES + row_tile
-        for chunk in tl.range(0, chunks, num_stages=4):
+        for chunk in tl.range(0, tl.minimum(chunks, most_chunks), num_stages=4):
             at = (slot * most_chunks + chunk) * ROWS + local
             chunk_high = tl.load(partial_sums + at * 2, mask=seen, other=float("-inf"))
             chunk_total = tl.load(partial_sums + at * 2 + 1, mask=seen, other=0.0)
@@ -190,7 +192,9 @@ def decode_invariant(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int
     row_tiles = triton.cdiv(packed, tile["BLOCK_M"])
     rows = min(triton.next_power_of_2(packed), tile["BLOCK_M"])
     most_chunks = triton.cdiv(max_seqlen_k, tiles.INVARIANT_CHUNK)
-    slots = batch * facts["NUM_KV_HEADS"] * row_tiles * most_chunks if most_chunks > 1 else 0
+    if most_chunks == 1:
+        most_chunks = 0  # one is no partial: there is no workspace
+    slots = batch * facts["NUM_KV_HEADS"] * row_tiles * most_chunks
     partial_acc = torch.empty((slots, rows, facts["BLOCK_D"]), dtype=torch.float32, device=device)
     partial_sums = torch.empty((slots, rows, 2), dtype=torch.float32, device=device)
     sizes = {"most_chunks": most_chunks, "ROWS": rows, "ROW_TILES": row_tiles}
@@ -200,17 +204,10 @@ def decode_invariant(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int
         **facts, **sizes, partial_acc=partial_acc, partial_sums=partial_sums,
         BLOCK_B=block_b, ONE_BLOCK=batch <= block_b, **tile,
     )  # fmt: skip
-    if most_chunks > 1:
+    if most_chunks:
         block_r = min(rows, 4)
-        shared = {name: facts[name] for name in _MERGE_FACTS}
+        shared = {name: facts[name] for name in MERGE_FACTS}
         _merge_chunks[(batch * facts["NUM_KV_HEADS"] * row_tiles, rows // block_r)](
             **shared, **sizes, partial_acc=partial_acc, partial_sums=partial_sums,
             BLOCK_M=tile["BLOCK_M"], BLOCK_R=block_r, num_warps=2,
         )  # fmt: skip
-
-
-_MERGE_FACTS = (
-    "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks", "v_scale", "out_stride_token",
-    "out_stride_head", "lse_stride", "value_scale", "left", "batch", "NUM_KV_HEADS", "GROUP", "HEAD_DIM",
-    "BLOCK_D", "V_SCALES",
-)  # fmt: skip

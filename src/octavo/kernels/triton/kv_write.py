@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import launch, quantization, tuning
+from octavo.kernels.triton import launch, quantization, tiles, tuning
 from octavo.kernels.triton.tuning import Parameters
+
+_TOKEN_SCALES: tl.constexpr = tl.constexpr(tiles.TOKEN_SCALES)
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn, torch.int8)
@@ -66,9 +68,9 @@ def _write(
     k_to = (k_to + launch.part(head, k_cache_head, CACHE_ALIGN))[:, None] + dims
     v_to = (v_to + launch.part(head, v_cache_head, CACHE_ALIGN))[:, None] + dims
     k_highest, v_highest = 0.0, 0.0
-    if K_SCALE == 3:
+    if K_SCALE == _TOKEN_SCALES:
         k_highest = tl.max(quantization.magnitude(k_new.to(tl.float32)), 1)
-    if V_SCALE == 3:
+    if V_SCALE == _TOKEN_SCALES:
         v_highest = tl.max(quantization.magnitude(v_new.to(tl.float32)), 1)
     k_scale_at = block * k_scale_block + offset * k_scale_slot + head * k_scale_head
     v_scale_at = block * v_scale_block + offset * v_scale_slot + head * v_scale_head

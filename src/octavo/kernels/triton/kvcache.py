@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.reference.kvcache import Angles, Plan
+from octavo.kernels.triton import on_device_of
 
 _BLOCK: tl.constexpr = tl.constexpr(128)
 _VARYING = (
-    "known_len", "table_stride", "batch", "seqlen_q", "num_new", "block_size", "max_position",
-    "cos_stride", "sin_stride", "follow",
+    "known_len", "table_stride", "batch", "seqlen_q", "num_new", "block_size", "capacity",
+    "max_position", "cos_stride", "sin_stride", "follow",
 )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def _gather_angles(
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=("lens", "table", "cos", "sin"))
 def _plan(
     lens, table, cos, sin, cu_seqlens_q, cu_seqlens_k, rows, slots, q_angles, k_angles, order,
-    known_len, table_stride, batch, seqlen_q, num_new, block_size,
+    known_len, table_stride, batch, seqlen_q, num_new, block_size, capacity,
     max_position, cos_stride, sin_stride, follow,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +54,7 @@ def _plan(
                 length = known_len + tl.zeros([_BLOCK], tl.int32)
             else:
                 length = tl.load(lens + b, mask=b < batch, other=0)
-            length = tl.where(b < batch, length + num_new, 0)
+            length = tl.where(b < batch, tl.minimum(length + num_new, capacity), 0)
             tl.store(cu_seqlens_k + 1 + b, total + tl.cumsum(length, 0), mask=b < batch)
             tl.store(cu_seqlens_q + 1 + b, (b + 1) * seqlen_q, mask=b < batch)
             if rows is not None:
@@ -67,12 +68,14 @@ def _plan(
                 position = known_len + token % num_new
             else:
                 position = tl.load(lens + b, mask=b < batch, other=0) + token % num_new
+            held = (b < batch) & (position < capacity)
             if table is None:
                 block = b.to(tl.int64)
             else:
                 entry = table + b.to(tl.int64) * table_stride + position // block_size
-                block = tl.load(entry, mask=b < batch, other=0).to(tl.int64)
-            tl.store(slots + token, block * block_size + position % block_size, mask=b < batch)
+                block = tl.load(entry, mask=held, other=0).to(tl.int64)
+            slot = tl.where(held, block * block_size + position % block_size, -1)  # -1: not written
+            tl.store(slots + token, slot, mask=b < batch)
             if k_angles is not None:
                 _gather_angles(
                     k_angles, cos, sin, token, batch * num_new, position.to(tl.int64), max_position,
@@ -104,7 +107,10 @@ def plan_kvcache(
     rotary_sin: Tensor | None,
     follow: bool,
 ) -> Plan:
-    """As the reference's, but the tables of angles hold one row per token, in order."""
+    """As the reference's, but the tables of angles hold one row per token, in order.
+
+    Tokens past the capacity have slot -1, and lengths end there.
+    """
     num_sums = batch + 1
     indices = torch.empty(2 * num_sums + batch, dtype=torch.int32, device=device)
     cu_seqlens_q, cu_seqlens_k, rows = indices.split([num_sums, num_sums, batch])
@@ -123,32 +129,34 @@ def plan_kvcache(
         if seqlen_q != num_new or not (follow or seqlen_q == 1):
             q_table = torch.empty(batch * seqlen_q, 2 * half, dtype=torch.float32, device=device)
             q_angles = Angles(q_table, order[: batch * seqlen_q])
-    _plan[(1 + triton.cdiv(num_tokens, _BLOCK.value),)](
-        lens if isinstance(lens, Tensor) else None,
-        table,
-        cos,
-        sin,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        rows if table is None else None,
-        slots,
-        None if q_angles is k_angles or q_angles is None else q_angles.table,
-        None if k_angles is None else k_angles.table,
-        order,
-        0 if isinstance(lens, Tensor) else lens,
-        0 if table is None else table.stride(0),
-        batch,
-        seqlen_q,
-        num_new,
-        block_size,
-        0 if cos is None else cos.shape[0],
-        0 if cos is None else cos.stride(0),
-        0 if sin is None else sin.stride(0),
-        int(follow),
-        HALF=half,
-        BLOCK_HALF=max(1, triton.next_power_of_2(half)),
-        num_warps=4,
-    )
+    with on_device_of(cu_seqlens_q):
+        _plan[(1 + triton.cdiv(num_tokens, _BLOCK.value),)](
+            lens if isinstance(lens, Tensor) else None,
+            table,
+            cos,
+            sin,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            rows if table is None else None,
+            slots,
+            None if q_angles is k_angles or q_angles is None else q_angles.table,
+            None if k_angles is None else k_angles.table,
+            order,
+            0 if isinstance(lens, Tensor) else lens,
+            0 if table is None else table.stride(0),
+            batch,
+            seqlen_q,
+            num_new,
+            block_size,
+            block_size if table is None else min(table.shape[1] * block_size, 2**31 - 1),
+            0 if cos is None else cos.shape[0],
+            0 if cos is None else cos.stride(0),
+            0 if sin is None else sin.stride(0),
+            int(follow),
+            HALF=half,
+            BLOCK_HALF=max(1, triton.next_power_of_2(half)),
+            num_warps=4,
+        )
     return Plan(
         cu_seqlens_q, cu_seqlens_k, rows[:, None] if table is None else table, slots, q_angles, k_angles
     )

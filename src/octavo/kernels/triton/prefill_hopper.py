@@ -15,14 +15,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.kernels.triton import hopper_pipeline as pipeline
 from octavo.kernels.triton import is_interpreted
-from octavo.kernels.triton.attention_arguments import block_size_of, num_processors
+from octavo.kernels.triton.attention_arguments import FAR, block_size_of, num_processors
 
 _OLDEST, _NEWEST = (3, 6), (3, 9)  # of Triton, that the tests compile it with: Gluon's names still move
 # By head_dim: keys in a tile, and tiles of K and of V in shared memory.
 _TILES = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
 _FEW_ROWS = 96  # of a tile's 128, which are of one head: fewer, and most of the products are for nothing
 _LEAST_BOX = 8  # rows of a TMA box: the swizzled layout repeats after so many
-_FAR = 2**30  # further than any key; added to a position it stays inside int32
 
 
 def supports_hopper(
@@ -32,7 +31,7 @@ def supports_hopper(
     block_table: Tensor | None,
     out: Tensor,
     *,
-    max_seqlen_q: int = _FAR,
+    max_seqlen_q: int = FAR,
     softmax_scale: float,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -96,7 +95,7 @@ def _layout_reason(x: Tensor) -> str | None:
         return "rows that are not aligned to 16 bytes"
     if x.dim() == 4 and x.stride(0) % x.stride(1):
         return "blocks that are not a whole number of rows apart"
-    if x.shape[0] * _rows_per_block(x) > _FAR:
+    if x.shape[0] * _rows_per_block(x) > FAR:
         return "a cache of more rows than TMA counts"
     return None
 
@@ -158,7 +157,7 @@ def prefill_attention(
     pipeline.attend[(min(num_tiles * num_heads, num_processors(q.device)),)](
         _as_matrix(q, 64), _as_matrix(k, box_rows), _as_matrix(v, box_rows), out, lse,
         cu_seqlens_q, cu_seqlens_k, block_table, torch.zeros(1, dtype=torch.int32, device=q.device),
-        batch, num_tiles, min(left, _FAR), min(right, _FAR), scale, cap,
+        batch, num_tiles, min(left, FAR), min(right, FAR), scale, cap,
         block_table.stride(0), 0 if lse is None else lse.stride(0), out.stride(0), out.stride(1),
         NUM_HEADS=num_heads, GROUP=num_heads // k.shape[-2], HEAD_DIM=head_dim,
         HEAD_COLUMNS=(q.stride(1), k.stride(-2), v.stride(-2)),

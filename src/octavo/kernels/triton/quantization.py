@@ -20,14 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import triton as room
+from octavo.kernels.triton.tiles import NO_SCALE, ONE_SCALE, ONE_VALUE, TOKEN_SCALES
 
 AS_IS, E4M3, E4M3_BITS, INT8 = range(4)
 
-# How the scales of a quantised cache come.
-NO_SCALE = 0
-ONE_VALUE = 1  # a number, in the call
-ONE_SCALE = 2  # a number, in memory
-TOKEN_SCALES = 3  # one per token and head, in memory: made by the write
+_ONE_SCALE: tl.constexpr = tl.constexpr(ONE_SCALE)
+_ONE_VALUE: tl.constexpr = tl.constexpr(ONE_VALUE)
+_TOKEN_SCALES: tl.constexpr = tl.constexpr(TOKEN_SCALES)
 
 # Added to a float32, 1.5 * 2^23 rounds it to an integer, a tie to the even one; 2^14 to a multiple of 2^-9,
 # float8's smallest number.
@@ -84,13 +83,13 @@ def factor(
 
     With TOKEN_SCALES the scales are made here, of each row's `highest` magnitude, and stored at `scale + at`.
     """
-    if SCALE == 3:
+    if SCALE == _TOKEN_SCALES:
         of_row = scale_of(highest, FORM)
         tl.store(scale + at, of_row, mask=mask)
         result = tl.expand_dims(inverse(of_row), AXIS)
-    elif SCALE == 2:
+    elif SCALE == _ONE_SCALE:
         result = inverse(tl.load(scale))
-    elif SCALE == 1:
+    elif SCALE == _ONE_VALUE:
         result = inverse(value)
     else:
         result = 1.0

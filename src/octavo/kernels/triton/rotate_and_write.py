@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import kv_write, launch, quantization, tuning
+from octavo.kernels.triton import kv_write, launch, quantization, tiles, tuning
 from octavo.kernels.triton.kv_write import place_of
 from octavo.kernels.triton.quantization import store
 from octavo.kernels.triton.rotary import join_pairs, load_angles, load_pairs, load_rest, turn
 from octavo.kernels.triton.tuning import Parameters
+
+_TOKEN_SCALES: tl.constexpr = tl.constexpr(tiles.TOKEN_SCALES)
 
 _VARYING = [
     "num_tokens", "num_slots", "block_size", "num_positions", "table_row",
@@ -137,12 +139,12 @@ def _keys_and_values(
     k_to = k_to[:, None, None] + launch.part(head, k_cache_head, CACHE_ALIGN)[None, :, None]
     v_to = v_to[:, None, None] + launch.part(head, v_cache_head, CACHE_ALIGN)[None, :, None] + dims
     k_highest, v_highest = 0.0, 0.0
-    if K_SCALE == 3:
+    if K_SCALE == _TOKEN_SCALES:
         highest = tl.maximum(quantization.magnitude(first), quantization.magnitude(second))
         k_highest = tl.max(highest, 2)
         if 2 * HALF < HEAD_DIM:
             k_highest = tl.maximum(k_highest, tl.max(quantization.magnitude(rest), 2))
-    if V_SCALE == 3:
+    if V_SCALE == _TOKEN_SCALES:
         v_highest = tl.max(quantization.magnitude(values.to(tl.float32)), 2)
     at = (block * k_scale_block + offset * k_scale_slot)[:, None] + head[None, :] * k_scale_head
     k_factor = quantization.factor(k_highest, k_scale, at, wanted, k_scale_value, FORM, K_SCALE, 2)
