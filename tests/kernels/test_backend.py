@@ -236,9 +236,11 @@ def test_self_check_passes_for_everything_that_is_available() -> None:
     bounds = {"float16": 2**-10, "bfloat16": 2**-7}
     for check in checks:
         assert check.ok, check
+        assert check.worst_error <= check.allowed
+        assert check.problem == ""
         if " in " not in check.form:
             bound = 1e-5 if check.kernel == "linear" else bounds.get(check.form, 1e-5)
-            assert check.worst_error <= bound, check
+            assert check.allowed == bound, check
 
 
 def test_self_check_finds_a_wrong_kernel_and_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,9 @@ def test_self_check_finds_a_wrong_kernel_and_one_that_raises(monkeypatch: pytest
     found = {(check.kernel, check.form): check for check in checks}
     for dtype in ("float32", "float16", "bfloat16"):
         assert 10 < found["silu_and_mul", dtype].worst_error < 60
+        assert found["silu_and_mul", dtype].problem == ""
         assert found["rms_norm", dtype].worst_error == float("inf")
+        assert found["rms_norm", dtype].problem == "RuntimeError: illegal instruction"
 
 
 @pytest.mark.parametrize("form", ["float32", "float16", "int8"])

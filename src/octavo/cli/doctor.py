@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from octavo.cli.doctor_self_check import add_findings, in_short
 from octavo.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -163,8 +165,10 @@ def _memory(report: Report) -> None:
 def _torch(report: Report) -> None:
     import torch
 
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    report.add("torch", "build", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads")
+    platforms = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built_for = " ".join(f"{name} {version}" for name, version in platforms.items() if version)
+    detail = f"{torch.__version__} ({built_for or 'CPU only'}), {torch.get_num_threads()} threads"
+    report.add("torch", "build", "ok", detail)
     has_driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -172,11 +176,40 @@ def _torch(report: Report) -> None:
             report.add(
                 "torch", f"gpu {index}", "ok", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
             )
-    elif has_driver and torch.version.cuda is None:
+    elif built_for:
+        _unusable_gpu(report, built_for)
+    elif has_driver:
         advice = "install the CUDA build of torch, as PyTorch's install page says"
         report.add("torch", "gpu", "note", "an NVIDIA driver is here, but torch is the CPU build", advice)
     else:
         report.add("torch", "gpu", "ok", "none; the CPU is used")
+
+
+def _unusable_gpu(report: Report, built_for: str) -> None:
+    """Why a torch for GPUs uses none: what it says itself when it must start one."""
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except Exception as error:  # a broken build raises others than RuntimeError
+        cause = str(error)
+    else:
+        cause = "it finds no GPU"
+    too_old = re.search(r"driver on your system is too old \(found version (\d+)\)", cause)
+    if too_old:
+        known = int(too_old[1])
+        detail = (
+            f"the NVIDIA driver is too old for {built_for} (it knows CUDA up to {known // 1000}."
+            f"{known % 1000 // 10}); the CPU is used"
+        )
+        advice = "update the driver, or install torch for an older CUDA, as PyTorch's install page says"
+    elif "no NVIDIA driver" in cause:
+        detail = f"torch is built for {built_for}, but there is no NVIDIA driver here; the CPU is used"
+        advice = "if this machine has an NVIDIA GPU, install its driver"
+    else:
+        detail = f"torch is built for {built_for} and cannot use a GPU ({in_short(cause)}); the CPU is used"
+        advice = "if this machine has one, see what nvidia-smi (AMD: rocm-smi) and CUDA_VISIBLE_DEVICES say"
+    report.add("torch", "gpu", "note", detail, advice)
 
 
 def _kernel_cache(report: Report) -> None:
@@ -231,16 +264,7 @@ def _gpu(report: Report) -> None:
 def _self_check(report: Report) -> None:
     from octavo.kernels import backend
 
-    for kernel, implementation, form, worst_error, is_ok in backend.self_check():
-        name = f"{kernel} [{implementation}] {form}"
-        detail = f"worst error against the reference {worst_error:.1e}"
-        if is_ok:
-            report.add("self-check", name, "ok", detail)
-        else:
-            advice = (
-                "its answers are wrong on this machine; run with OCTAVO_KERNELS=reference and report this"
-            )
-            report.add("self-check", name, "trouble", detail, advice)
+    add_findings(report, "self-check", backend.self_check(), "machine")
 
 
 def _print(report: Report) -> None:

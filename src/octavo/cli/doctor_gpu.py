@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.cli.doctor_self_check import WRONG, add_findings
 from octavo.kernels import backend
 from octavo.kernels import triton as triton_room
 from octavo.kernels.triton import tuning
@@ -13,25 +19,48 @@ from octavo.kernels.triton import tuning
 if TYPE_CHECKING:
     from octavo.cli.doctor import Report
 
-WRONG = "its answers are wrong on this GPU; run with OCTAVO_KERNELS=reference and report this"
 _REPLAY_BOUND = 2.0**-7  # of bfloat16 results
 
 
 def examine(report: Report) -> None:
     """Add all findings; only called where torch has a CUDA (or ROCm) device."""
     device = torch.device("cuda", torch.cuda.current_device())
+    can_launch = _compiler(report)
     _card(report, device)
     _kernels(report)
-    for check in backend.self_check(device):
-        name = f"{check.kernel} [{check.implementation}] {check.form}"
-        detail = f"worst error against the reference {check.worst_error:.1e}"
-        report.add("gpu self-check", name, "ok" if check.ok else "trouble", detail, "" if check.ok else WRONG)
-    if triton_room.unfit_reason("cuda") is None:
+    add_findings(report, "gpu self-check", backend.self_check(device), "GPU")
+    if can_launch and triton_room.unfit_reason("cuda") is None:
         if torch.cuda.get_device_capability(device) == (9, 0):
             _hopper(report, device)
         _graphs(report, device)
         _compiles(report, device)
     _rates(report, device)
+
+
+def _compiler(report: Report) -> bool:
+    """Whether Triton can build, in C, what launches its kernels: it does so at the first launch.
+
+    Looks where Triton looks. Without Triton nothing has to be built, and nothing is said.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return True
+    wanted = os.environ.get("CC")
+    compiler = shutil.which(wanted) if wanted is not None else shutil.which("gcc") or shutil.which("clang")
+    # Debian's own scheme names a folder under /usr/local, where no header ever is.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = Path(sysconfig.get_paths(scheme=scheme)["include"])
+    missing = []
+    if compiler is None:
+        missing.append("gcc or clang" if wanted is None else f"the compiler that CC names, {wanted!r}")
+    if not (headers / "Python.h").is_file():
+        missing.append(f"Python.h in {headers}")
+    if not missing:
+        report.add("gpu", "C compiler", "ok", f"{compiler}, with Python.h in {headers}")
+        return True
+    detail = f"missing: {' and '.join(missing)}; Triton needs them to launch its kernels"
+    advice = "Debian: apt-get install gcc python3-dev; nvcc is not needed"
+    report.add("gpu", "C compiler", "trouble", detail, advice)
+    return False
 
 
 def _card(report: Report, device: torch.device) -> None:
@@ -90,7 +119,7 @@ def _graphs(report: Report, device: torch.device) -> None:
     error = replay_error(device)
     good = error <= _REPLAY_BOUND
     detail = f"a captured step replayed with other lengths, worst error {error:.1e}"
-    report.add("gpu", "CUDA graphs", "ok" if good else "trouble", detail, "" if good else WRONG)
+    report.add("gpu", "CUDA graphs", "ok" if good else "trouble", detail, "" if good else WRONG.format("GPU"))
 
 
 def _compiles(report: Report, device: torch.device) -> None:

@@ -98,13 +98,18 @@ class BackendStatus:
 
 
 class SelfCheck(NamedTuple):
-    """What one implementation's self-check found, in one dtype or weight form."""
+    """What one implementation's self-check found, in one dtype or weight form.
+
+    `problem` is the exception's type and text where it raised; its error is infinite then.
+    """
 
     kernel: str
     implementation: str
     form: str
     worst_error: float
     ok: bool
+    allowed: float  # the largest `worst_error` that is ok
+    problem: str = ""
 
 
 def select(kernel: str, device_type: str, *facts: Any) -> Kernel:
@@ -209,7 +214,8 @@ def self_check(device: torch.device | str = "cpu") -> list[SelfCheck]:
 
     Every kernel in each dtype that it can do, over quantised caches, too; `linear` in each form of weights.
     `ok` means an error, as `worst_error` measures it, of at most 1e-5, or twice what rounding the result to
-    16 bits makes, or a step of a quantised cache. An implementation that raises has an infinite error.
+    16 bits makes, or a step of a quantised cache. An implementation that raises has an infinite error, and
+    the exception's text as its `problem`.
     """
     from octavo.kernels import self_check as cases  # loaded only by the one command that needs it
 
@@ -260,9 +266,10 @@ def _checked(
 ) -> SelfCheck:
     try:
         error = max(worst_error(ours, exact) for ours, exact in run())
-    except Exception:  # whatever goes wrong in there is the finding
-        error = float("inf")
-    return SelfCheck(kernel, room, form, error, error <= bound)
+    except Exception as raised:  # whatever goes wrong in there is the finding
+        problem = f"{type(raised).__name__}: {raised}"
+        return SelfCheck(kernel, room, form, float("inf"), False, bound, problem)
+    return SelfCheck(kernel, room, form, error, error <= bound, bound)
 
 
 def worst_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
