@@ -145,6 +145,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. On a GPU nothing is read from the device,
             so these choose the kernels and how the work is cut; true bounds give true results, however
             loose, and tight ones are faster.
+            On a GPU q may be padded while max_seqlen_q is at most 8 and Tq at most B * max_seqlen_q: rows
+            past cu_seqlens_q[-1] belong to nobody; `out` and the LSE keep there what was in that memory.
         block_table: (B, max_blocks) int32: key j of sequence b is slot ``j % block_size`` of block
             ``block_table[b, j // block_size]``. Entries no visible key needs may be -1. Blocks may be shared.
         alibi_slopes: (H,) or (B, H) float32.      sinks: (H,) float32, float16 or bfloat16.
@@ -220,6 +222,10 @@ def flash_attn_varlen_func(
             num_blocks,
             block_size,
         )
+    elif num_rows > batch * max_seqlen_q:
+        expected = f"at least {-(-num_rows // max(batch, 1))} for {num_rows} rows of q in {batch} sequences"
+        way_out = "Pass the number of rows of the longest sequence, or more."
+        raise checks.wrong(name, "max_seqlen_q", expected, max_seqlen_q, way_out)
     lens = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = attend(q, k, v, *lens, options, block_table, out, return_softmax_lse)
     return out if lse is None else (out, lse)

@@ -125,12 +125,13 @@ def flash_attn_with_kvcache(
     Returns:
         out (B, Sq, H, D), or (out, lse).
 
-    On a GPU no value is read by the host: the call can be captured into a CUDA graph and replayed after
+    On a GPU tokens past the capacity are not written, and the length ends at the capacity. Where its Triton
+    kernels run, no value is read by the host: the call can be captured into a CUDA graph and replayed after
     lengths, table and contents have changed.
 
     Raises:
         KernelArgumentError: a type, shape, dtype, device or stride is wrong, or arguments contradict each
-            other; on the CPU also lengths past the capacity and table entries that name no block, which on a
+            other; on the CPU also lengths past the capacity, and table entries that name no block, which on a
             GPU reach memory that is not theirs. The caches are untouched.
         UnsupportedKernelConfig: head_dim over 256, a cache of another quantised dtype, an input that
             requires gradients, batch_invariant where only the reference can do the rest. The caches are

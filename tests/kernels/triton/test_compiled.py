@@ -22,11 +22,32 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parents[2] / "helpers" / "compiled_calls.py"
 ARCHS = {90: "all", 80: "some", 86: "some", 89: "some"}
 SHARED = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
-# Registers that may go through memory inside a loop, over Triton 3.6 to 3.9: next to none, but where fewer
-# registers were measured to be faster. The Hopper kernel gives 240 to the 64 rows of a group of warps, the
-# other prefill kernel 128 so that two programs share a multiprocessor.
-SPILLS_IN_LOOPS = {"attend": 64, "_prefill": 192}
-ANY_SPILLS_IN_LOOPS = 4
+# Instructions in a loop that move a register through memory, by architecture and call: the most that Triton
+# 3.6, 3.7 and 3.9 make today; none in any other call. They are where fewer registers were measured to be
+# faster: the Hopper kernel gives 240 to the 64 rows of a group of warps, the other prefill kernel 128 so that
+# two programs share a multiprocessor.
+SPILLS_IN_LOOPS = {
+    (90, "prefill 16/8/128"): 37,
+    (90, "prefill 16/8/128 packed"): 35,
+    (90, "prefill 32/8/128 block 64"): 35,
+    (90, "prefill 16/8/256"): 47,
+    (90, "prefill 9/3/64"): 7,
+    (90, "prefill 16/8/128 fp8"): 115,
+    (90, "prefill 16/8/128 block 1"): 47,
+    (90, "prefill 16/8/128 sinks"): 51,
+    (90, "prefill 16/8/128 alibi"): 103,
+    (90, "prefill 16/8/128 split"): 31,
+    (90, "prefill 8/4/80"): 45,
+    (90, "sample 1"): 2,
+    (90, "sample 64"): 2,
+    (90, "sample 256"): 2,
+    (80, "prefill 16/8/128"): 6,
+    (86, "prefill 16/8/128"): 6,
+    (86, "sample 64"): 2,
+    (89, "prefill 16/8/128"): 6,
+    (89, "prefill 16/8/128 fp8"): 171,
+    (89, "sample 64"): 2,
+}
 
 Kernel = dict[str, Any]
 Compiled = dict[str, dict[str, Any]]
@@ -103,10 +124,15 @@ def test_every_call_compiles_or_is_refused_by_name(arch: int, compiled: Compiled
     assert all(result["kernels"] for call, result in compiled.items() if call not in refused)
 
 
-def test_registers_are_enough(compiled: Compiled) -> None:
+def test_registers_are_enough(arch: int, compiled: Compiled) -> None:
     """A value that goes through memory once, between two loops, does no harm; in a loop it does."""
-    limits = SPILLS_IN_LOOPS
-    refuse(compiled, lambda one: one["spills_in_loops"] > limits.get(one["name"], ANY_SPILLS_IN_LOOPS))
+    too_many = {
+        call: found
+        for call, result in compiled.items()
+        if (found := max((one["spills_in_loops"] for one in result["kernels"]), default=0))
+        > SPILLS_IN_LOOPS.get((arch, call), 0)
+    }
+    assert too_many == {}
 
 
 def test_shared_memory_is_enough(arch: int, compiled: Compiled) -> None:

@@ -20,14 +20,17 @@ depend on the kernel around it, or batch-invariant rows would differ between pre
 import triton
 import triton.language as tl
 
-SHORT = 8  # sequences of at most so many query rows are decode's, longer ones are prefill's
+from octavo.kernels.triton import SHORT as SHORT
+
 # Batch-invariant mode: keys are cut at multiples of this, wherever the batch and its chunks begin and end.
 INVARIANT_CHUNK = 1024
 
-# How a quantised cache's scales come: none (or folded into a float), one in memory, one per token and head.
+# How a quantised cache's scales come: none (for attention also: folded into a float), one in memory, one per
+# token and head; for the write also one as a number in the call.
 NO_SCALE = 0
 ONE_SCALE = 1
 TOKEN_SCALES = 2
+ONE_VALUE = 3
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from octavo.errors import shown
 from octavo.kernels import checks
-from octavo.kernels.triton import is_interpreted, unfit_reason
+from octavo.kernels.triton import SHORT, is_interpreted, unfit_reason
 from octavo.kernels.triton.monitor import watch
 
 if TYPE_CHECKING:
     from octavo.kernels.triton.monitor import Made
 
-_SHORT = 8  # longest query that the decode kernels take; tiles.py has it, too, but loads Triton
 _SHORT_LENGTHS = ((1,), (2,), (3, 4), (5, 6, 7, 8))  # each compiles kernels of its own
 _THREADS = 12  # compile at once; the compiler lets go of Python's lock for most of its work
 
@@ -251,14 +250,14 @@ def _decode(model: ModelShape, window: tuple[int, int], lengths: tuple[int, ...]
 
 def _prefill(model: ModelShape, window: tuple[int, int]) -> None:
     longest = min(model.max_num_batched_tokens, model.max_model_len)
-    for length in (size for size in _around_powers(longest) if size > _SHORT):
+    for length in (size for size in _around_powers(longest) if size > SHORT):
         for bound_k in {length, model.max_model_len}:
             for batch in (1, 2):
                 if length + batch - 1 <= model.max_num_batched_tokens and batch <= model.max_num_seqs:
                     _attend(model, window, [length, *[1] * (batch - 1)], length, bound_k)
-    for length in (_SHORT + 1, min(longest, 1024)):
+    for length in (SHORT + 1, min(longest, 1024)):
         for batch in _around_powers(model.max_num_seqs):
-            if _SHORT < length <= longest and length + batch - 1 <= model.max_num_batched_tokens:
+            if SHORT < length <= longest and length + batch - 1 <= model.max_num_batched_tokens:
                 _attend(model, window, [length, *[1] * (batch - 1)], length, model.max_model_len)
 
 
