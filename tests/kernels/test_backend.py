@@ -120,7 +120,7 @@ def test_use_restores_what_was_before() -> None:
         with backend.use("cpu"):
             assert backend.implementation_of("silu_and_mul") == backend.forced() == "cpu"
         assert backend.implementation_of("silu_and_mul") == "reference"
-    with pytest.raises(ConfigError, match=r"unknown kernel room 'refrence'.*did you mean 'reference'"):
+    with pytest.raises(ConfigError, match=r"unknown kernels 'refrence'.*did you mean 'reference'"):
         backend.use("refrence").__enter__()
 
 
@@ -140,7 +140,7 @@ def test_an_unknown_value_of_the_environment_variable(
     monkeypatch.setattr(backend, "_selected", {})
     monkeypatch.setenv("OCTAVO_KERNELS", value)
     known = "expected one of auto, cpu, triton, reference"
-    message = f"^OCTAVO_KERNELS: unknown kernel room '{value}', {known}{hint}$"
+    message = f"^OCTAVO_KERNELS: unknown kernels '{value}', {known}{hint}$"
     with pytest.raises(ConfigError, match=message):
         silu_and_mul(torch.ones(1, 2))
     with backend.use("reference"):
@@ -213,7 +213,7 @@ def test_a_gpu_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_a_kernel_that_a_room_lacks_is_told_from_one_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backend.KERNELS, "silu_and_mul", ("no_such_module", ("x dtype",), (torch.float32,)))
     statuses = [s for s in _reasons("silu_and_mul") if s[0] == "cpu"]
-    assert statuses == [("cpu", "the cpu room has no such kernel")]
+    assert statuses == [("cpu", "there is no cpu kernel for it")]
 
 
 def _reasons(kernel: str) -> list[tuple[str, str]]:

@@ -287,7 +287,7 @@ def _known_room(room: str, where: str) -> str:
     known = ("auto", *ROOMS)
     if room not in known:
         raise ConfigError(
-            f"{where}: unknown kernel room {room!r}, expected one of {', '.join(known)}{nearest(room, known)}"
+            f"{where}: unknown kernels {room!r}, expected one of {', '.join(known)}{nearest(room, known)}"
         )
     return room
 
@@ -330,7 +330,7 @@ def _load(room: str, kernel: str, device_type: str, facts: tuple[Any, ...]) -> t
         module = importlib.import_module(path)
     except ImportError as error:
         if error.name == path:
-            return None, f"the {room} room has no such kernel"
+            return None, f"there is no {room} kernel for it"
         return None, f"its module does not import ({error})"
     if room != "reference":
         reason = module.supports(*facts)
