@@ -21,6 +21,7 @@ def sanitized(tool: str, *program: str | Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+# It comes with the CUDA toolkit, which the kernels do without: a GPU without it can run all other tests.
 @pytest.mark.skipif(not Path(TOOL).exists(), reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_no_errors(tool: str) -> None:

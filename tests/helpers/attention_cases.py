@@ -78,12 +78,10 @@ class Inputs:
         """Run, and hold the result to the rule."""
         out, lse = self.run(**changes)
         exact, exact_lse = attention(self, torch.float64)
-        plain, plain_lse = attention(self, self.case.dtype)
+        plain, _ = attention(self, self.case.dtype)
         assert_within_ratio(out, exact, plain, strict=self.case.cache_dtype not in QUANTISED)
-        atol = 2e-5
-        if self.case.cache_dtype in QUANTISED:  # dequantised keys are rounded before they are multiplied
-            wrong = (plain_lse.double() - exact_lse).nan_to_num(0.0)  # -inf in both where a row has no keys
-            atol += 2 * float(wrong.abs().max()) if wrong.numel() else 0.0
+        # For a quantised cache q may be rounded to float16; the scales of keys go into the scores exactly.
+        atol = 2e-3 if self.case.cache_dtype in QUANTISED else 2e-5
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=atol)
         return out, lse
 

@@ -97,7 +97,7 @@ def count(kernel: Kernel, pattern: str) -> int:
     return sum(n for opcode, n in kernel["instructions"].items() if re.match(pattern, opcode))
 
 
-def refuse(compiled: Compiled, wrong: Callable[[Kernel], bool], *names: str) -> None:
+def assert_no_kernel_is(compiled: Compiled, wrong: Callable[[Kernel], bool], *names: str) -> None:
     """Fails with a table of the kernels that are `wrong`; there must be some of those names at all."""
     looked_at = kernels_of(compiled, *names)
     assert looked_at
@@ -136,19 +136,21 @@ def test_registers_are_enough(arch: int, compiled: Compiled) -> None:
 
 
 def test_shared_memory_is_enough(arch: int, compiled: Compiled) -> None:
-    refuse(compiled, lambda one: one["shared"] > SHARED[arch])
+    assert_no_kernel_is(compiled, lambda one: one["shared"] > SHARED[arch])
 
 
 def test_attention_multiplies_in_matrix_units(arch: int, compiled: Compiled) -> None:
-    refuse(compiled, lambda one: count(one, "HMMA") == 0, "_decode")
+    assert_no_kernel_is(compiled, lambda one: count(one, "HMMA") == 0, "_decode")
     instruction = "HGMMA" if arch == 90 else "HMMA"
     low_precision = {call: result for call, result in compiled.items() if "fp32" not in call}
-    refuse(low_precision, lambda one: count(one, instruction) == 0, "_prefill", "attend")
+    assert_no_kernel_is(low_precision, lambda one: count(one, instruction) == 0, "_prefill", "attend")
 
 
 def test_keys_and_values_are_fetched_ahead(compiled: Compiled) -> None:
     """By asynchronous copies into shared memory, or by the copy engine."""
-    refuse(compiled, lambda one: count(one, "LDGSTS|UTMALDG") == 0, "_decode", "_prefill", "attend")
+    assert_no_kernel_is(
+        compiled, lambda one: count(one, "LDGSTS|UTMALDG") == 0, "_decode", "_prefill", "attend"
+    )
 
 
 def test_hopper_has_a_kernel_of_its_own(everything: dict[int, Compiled]) -> None:
@@ -160,12 +162,12 @@ def test_hopper_has_a_kernel_of_its_own(everything: dict[int, Compiled]) -> None
     assert len(ordinary) == 5
     chosen = {call: everything[90][call] for call in ordinary}
     assert [one["name"] for _, one in kernels_of(chosen)] == ["attend"] * 5
-    refuse(chosen, lambda one: count(one, "UTMALDG") == 0)
+    assert_no_kernel_is(chosen, lambda one: count(one, "UTMALDG") == 0)
     assert not kernels_of(everything[80], "attend")
 
 
 def test_memory_is_moved_8_or_16_bytes_at_a_time(compiled: Compiled) -> None:
-    refuse(
+    assert_no_kernel_is(
         compiled,
         lambda one: count(one, r"LDG\S*(128|64)") == 0 or count(one, r"STG\S*(128|64)") == 0,
         "_write", "_norm", "_rotate", "_rotate_and_write", "_silu_and_mul",
