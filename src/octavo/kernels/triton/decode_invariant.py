@@ -134,7 +134,8 @@ def _decode_chunks(
                 ) * most_chunks + chunk
                 at = slot * ROWS + local
                 # Bounds that do not hold must not write outside the workspace.
-                kept = in_sequence & (local < ROWS) & (chunk < most_chunks) & (row_tile < ROW_TILES)
+                room = tl.where((chunk < most_chunks) & (row_tile < ROW_TILES), ROWS, 0)
+                kept = in_sequence & (local < room)
                 tl.store(partial_acc + at[:, None] * BLOCK_D + dims[None, :], acc, mask=kept[:, None])
                 tl.store(partial_sums + at * 2, high, mask=kept)
                 tl.store(partial_sums + at * 2 + 1, total, mask=kept)
