@@ -1,0 +1,314 @@
+"""What requests of the OpenAI API share: the fields, and how strictly they are read.
+
+Every body is read strictly: a field nobody knows, "8" where a number belongs, or 1.5 where an integer does is
+status 400 naming the field. `null` means the default, everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Protocol
+
+from octavo.serve.api_errors import ApiError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from octavo.errors import shown
+from octavo.sampling_params import SamplingParams
+
+MAX_TOP_LOGPROBS = 20
+"""Most alternatives per token that a response carries."""
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+DEFAULT_TEMPERATURE = 1.0
+"""OpenAI's default, for models whose generation_config.json recommends none."""
+
+
+class Body(BaseModel):
+    """The base of every JSON object that a client sends."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def unsupported(way_out: str) -> Any:
+    """The type of a field that is known but not served: null passes, everything else is an error."""
+
+    def refuse(value: object) -> None:
+        if value is not None:
+            message = "not supported by this server; {way_out}"
+            raise PydanticCustomError("unsupported", message, {"way_out": way_out})
+
+    return Annotated[None, BeforeValidator(refuse), Field(description=f"Not supported; {way_out}.")]
+
+
+_Ignored = Annotated[Any, Field(description="Accepted, and without effect on the answer.")]
+
+
+class IgnoredFields(Body):
+    """Fields of the OpenAI API that concern its accounts and storage. They are accepted and have no effect:
+    nothing here is stored, billed or tiered. docs/openai_api.md lists them.
+    """
+
+    user: _Ignored = None
+    metadata: _Ignored = None
+    store: _Ignored = None
+    service_tier: _Ignored = None
+    safety_identifier: _Ignored = None
+    prompt_cache_key: _Ignored = None
+    prompt_cache_retention: _Ignored = None
+    prompt_cache_options: _Ignored = None
+
+
+def _bias_keys(value: object) -> object:
+    if isinstance(value, Mapping):
+        for key in value:
+            # Plain decimal only: int() would also take "1_0", " 1" and other scripts' digits.
+            if not (isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]{0,17}", key)):
+                raise PydanticCustomError(
+                    "token_id",
+                    'expected keys that are token ids, such as "1234", got {key}',
+                    {"key": shown(key)},
+                )
+    return value
+
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_bias_keys),
+    Field(description="Token id (as a string) to a value from -100 to 100 that is added to its logit."),
+]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(
+        None, description="Send one more chunk, with the usage and no choices, before `[DONE]`."
+    )
+    include_obfuscation: bool | None = Field(
+        None, description="Accepted, and without effect: chunks are never padded with random text."
+    )
+
+
+class JsonSchemaFormat(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="Without effect: the schema is always kept.")
+
+
+class ResponseFormat(Body):
+    """`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {...}}`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """An extension: what the answer must look like; exactly one field."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, description="One of these texts.")
+    grammar: str | None = Field(None, description="A grammar in llguidance's Lark syntax.")
+
+
+class SamplingFields(Body):
+    """How tokens are chosen: what chat, completions and responses have in common, extensions included."""
+
+    model: str | None = Field(None, description="One of /v1/models; the served model when left out.")
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool | None = None
+    # Extensions, by the names that vLLM gave them.
+    top_k: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    min_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = Field(
+        None, max_length=1024, description="Prompts share cached K/V only under the same salt."
+    )
+    priority: Int64 | None = Field(None, description="Lower runs first; 0 when left out.")
+
+
+class GenerationFields(SamplingFields, IgnoredFields):
+    """What chat and completions have in common."""
+
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias | None = None
+    max_tokens: Count | None = None
+    n: Count | None = None
+    seed: Int64 | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionRequest(GenerationFields):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: unsupported("ask for n and choose among them") = None  # type: ignore[valid-type]
+    suffix: unsupported("put what follows into the prompt, in the model's own infill format") = None  # type: ignore[valid-type]
+
+
+class ModelFacts(Protocol):
+    """What a request's options are checked against; `octavo.serve.messages.ModelCard` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The model's generation_config.json."""
+
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "n",
+    "seed",
+    "stop",
+    "min_tokens",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def to_sampling_params(request: SamplingFields, card: ModelFacts, **more: Any) -> SamplingParams:
+    """The options of a request over the model's own defaults; `more` are SamplingParams by name, over both.
+
+    `max_tokens` is the request's unless `more` has it; None is as many tokens as the context holds.
+
+    Raises:
+        ApiError: status 400, an option is out of range for this model; `param` names the field.
+        RequestError: two options contradict each other.
+    """
+    options: dict[str, Any] = {
+        name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None
+    }
+    if "temperature" not in options and _recommends_no_temperature(card.defaults):
+        options["temperature"] = DEFAULT_TEMPERATURE
+    if "max_tokens" not in more:
+        options["max_tokens"] = getattr(request, "max_tokens", None)
+    if options.get("max_tokens", 0) is None:
+        # Unlike in Python, no limit stated is no limit: the model's own advice, else the context's end.
+        options["max_tokens"] = card.defaults.get("max_new_tokens")
+    bias = getattr(request, "logit_bias", None)
+    if bias:
+        for key in bias:
+            _check_token_id("logit_bias", int(key), card.vocab_size)
+        options["logit_bias"] = {int(key): value for key, value in bias.items()}
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for token_id in options.get(name, ()):
+            _check_token_id(name, token_id, card.vocab_size)
+    constraint = structured_output(request)
+    if constraint is not None:
+        options["structured_output"] = constraint
+    options |= more
+    params = SamplingParams.from_generation_config(card.defaults, **options)
+    params.validate_for(card.vocab_size, card.max_model_len)
+    return params
+
+
+def _recommends_no_temperature(defaults: Mapping[str, Any]) -> bool:
+    return defaults.get("temperature") is None and defaults.get("do_sample") is None
+
+
+def _check_token_id(name: str, token_id: int, vocab_size: int) -> None:
+    if token_id >= vocab_size:
+        raise ApiError(
+            400,
+            f"{name} names token id {token_id}, outside the vocabulary (0 to {vocab_size - 1})",
+            param=name,
+        )
+
+
+def structured_output(request: SamplingFields) -> Any:
+    """The request's `response_format` or `structured_outputs` as a StructuredOutput, or None.
+
+    Raises ApiError (400) when both are given, or one is incomplete.
+    """
+    from octavo.sampling_params import StructuredOutput
+
+    response_format: ResponseFormat | None = getattr(request, "response_format", None)
+    if response_format is not None and response_format.type != "json_schema":
+        if response_format.json_schema is not None:
+            raise ApiError(
+                400,
+                "response_format.json_schema belongs to type 'json_schema', "
+                f"got type {response_format.type!r}",
+                param="response_format",
+            )
+        if response_format.type == "text":
+            response_format = None
+    own = request.structured_outputs
+    if own is None:
+        return None if response_format is None else _from_response_format(response_format)
+    if response_format is not None:
+        raise ApiError(
+            400,
+            "response_format and structured_outputs both say what to write; give one",
+            param="structured_outputs",
+        )
+    given = {name: value for name, value in own if value is not None and value is not False}
+    if len(given) != 1:
+        raise ApiError(
+            400,
+            "structured_outputs: expected exactly one of json, json_object, regex, choice, grammar; got "
+            f"{', '.join(name.rstrip('_') for name in given) or 'none'}",
+            param="structured_outputs",
+        )
+    if own.json_ is not None:
+        return StructuredOutput(json_schema=schema_source(own.json_))
+    if own.json_object:
+        return StructuredOutput(json_object=True)
+    if own.regex is not None:
+        return StructuredOutput(regex=own.regex)
+    if own.choice is not None:
+        return StructuredOutput(lark="start: " + " | ".join(json.dumps(text) for text in own.choice))
+    return StructuredOutput(lark=own.grammar)
+
+
+def _from_response_format(response_format: ResponseFormat) -> Any:
+    from octavo.sampling_params import StructuredOutput
+
+    if response_format.type == "json_object":
+        return StructuredOutput(json_object=True)
+    wrapper = response_format.json_schema
+    if wrapper is None or wrapper.schema_ is None:
+        raise ApiError(
+            400,
+            "response_format.json_schema.schema is missing: type 'json_schema' needs the schema to keep",
+            param="response_format.json_schema.schema",
+        )
+    return StructuredOutput(json_schema=schema_source(wrapper.schema_))
+
+
+def schema_source(schema: dict[str, Any] | bool | str) -> dict[str, Any] | str:
+    """A schema as StructuredOutput takes it: `true` and `false` are schemas as well, as JSON text."""
+    return json.dumps(schema) if isinstance(schema, bool) else schema
