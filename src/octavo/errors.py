@@ -6,6 +6,8 @@
     ├── ConfigError             an engine option is unknown, contradictory or out of range
     ├── RequestError            one prompt or its sampling parameters cannot be served
     ├── CapacityError           the KV cache cannot hold what was asked, now or ever
+    │   └── OverloadedError     the server's queue is full; the same request can be served later
+    ├── RequestTimeoutError     a request took longer than the server allows
     ├── ModelError              no model at that path, or an architecture or rope type we do not know
     ├── WeightsError            a checkpoint is missing, truncated, corrupt, or does not match the model
     ├── KernelArgumentError     a tensor handed to a kernel has the wrong shape, dtype, device or stride
@@ -36,6 +38,18 @@ class RequestError(OctavoError, ValueError):
 
 class CapacityError(OctavoError):
     """The KV cache cannot hold what was asked."""
+
+
+class OverloadedError(CapacityError):
+    """The server's queue is full. `retry_after_s`: a guess, in seconds, of when it has room again."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestTimeoutError(OctavoError, TimeoutError):
+    """A request took longer than the server allows; what it had generated is lost."""
 
 
 class ModelError(OctavoError, ValueError):

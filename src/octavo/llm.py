@@ -15,8 +15,9 @@ from typing import Any, Self
 from octavo.cache.sizing import parse_memory
 from octavo.config import EngineConfig
 from octavo.engine.build import build_engine
-from octavo.engine.core import Engine, EngineStats
+from octavo.engine.core import Engine
 from octavo.engine.request import Request
+from octavo.engine.stats import EngineStats
 from octavo.errors import CapacityError, EngineError, ModelError, RequestError
 from octavo.kernels.cpu.threads import configure as configure_threads
 from octavo.models.device import resolve_device

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from octavo.cache.manager import KVCacheManager
 from octavo.config import EngineConfig
@@ -23,6 +22,7 @@ from octavo.engine.request import Request
 from octavo.engine.runner import ModelRunner
 from octavo.engine.schedule import Schedule
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.stats import EngineStats as EngineStats
 from octavo.engine.trace import StepTrace
 from octavo.errors import EngineError, RequestError
 from octavo.sampling_params import SamplingParams
@@ -32,27 +32,6 @@ logger = logging.getLogger("octavo")
 
 MAX_LOGPROBS_PER_REQUEST = 2_000_000
 """Most log probabilities one request may bring together; each takes some 400 bytes."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts at one moment; tokens and events are totals since the engine started.
-
-    `num_prompt_tokens` counts prompt tokens computed (again after a preemption), `num_hit_tokens` those that
-    the prefix cache supplied, `num_output_tokens` tokens sampled.
-    """
-
-    num_waiting: int
-    num_running: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_owned_blocks: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_hit_tokens: int
-    num_preemptions: int
-    num_evictions: int
 
 
 class Engine:
