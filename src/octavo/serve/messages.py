@@ -193,7 +193,7 @@ def _packed(chunk: StreamChunk) -> tuple[Any, ...]:
 
 
 def _unpacked(packed: tuple[Any, ...]) -> StreamChunk:
-    *fields, logprobs = packed
+    index, text, token_ids, finish_reason, stop_reason, logprobs = packed
     if logprobs is not None:
         logprobs = [{token_id: Logprob(*entry) for token_id, entry in one.items()} for one in logprobs]
-    return StreamChunk(*fields, logprobs)
+    return StreamChunk(index, text, token_ids, finish_reason, stop_reason, logprobs)

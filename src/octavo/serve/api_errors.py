@@ -1,0 +1,202 @@
+"""Errors as OpenAI's clients read them: a status and ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from octavo.errors import (
+    CapacityError,
+    EngineError,
+    ModelError,
+    OctavoError,
+    OverloadedError,
+    RequestError,
+    RequestTimeoutError,
+    UnsupportedKernelConfig,
+    shown,
+)
+from octavo.sampling_params import SamplingParams
+
+logger = logging.getLogger("octavo.serve")
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    500: "internal_error",
+    503: "service_unavailable",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. `type` and `code` follow from `status` unless given; `param` is the field.
+
+    Raise it anywhere below a route; inside a stream it becomes one `data: {"error": ...}` event.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.param = param
+        self.code = code or _CODES.get(status)
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The error object, ready for JSON."""
+        # A message may quote what the client sent, lone surrogates included, and those have no UTF-8.
+        message = self.message.encode("utf-8", "backslashreplace").decode()
+        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What the client is told about any exception. Those we did not expect are logged, and told as 500."""
+    match error:
+        case ApiError():
+            return error
+        case OverloadedError():
+            seconds = str(max(1, math.ceil(error.retry_after_s)))
+            return ApiError(429, str(error), headers={"Retry-After": seconds})
+        case RequestError() | CapacityError() | UnsupportedKernelConfig():
+            return ApiError(400, str(error), param=_named_field(str(error)), code=_limit_code(str(error)))
+        case RequestTimeoutError():
+            # A client that tried again by itself would make the same long request once more.
+            return ApiError(408, str(error), headers={"x-should-retry": "false"})
+        case EngineError() | ModelError():
+            return ApiError(503, str(error), headers={"Retry-After": "5"})
+        case OctavoError():
+            return ApiError(500, str(error))
+    logger.error("a request failed with %s", type(error).__name__, exc_info=error)
+    return ApiError(500, "the server failed at this request; its log says more")
+
+
+_FIELDS = frozenset(f.name for f in fields(SamplingParams)) | {
+    "prompt",
+    "prompt_token_ids",
+    "messages",
+    "tools",
+    "tool_choice",
+    "priority",
+    "cache_salt",
+    "chat_template_kwargs",
+    "response_format",
+    "continue_final_message",
+    "add_generation_prompt",
+}
+
+
+def _named_field(message: str) -> str | None:
+    """Our messages begin with the argument they are about."""
+    match = re.match(r"(?:each (?:id|key) (?:in|of) )?(\w+)", message)
+    return match[1] if match and match[1] in _FIELDS else None
+
+
+def _limit_code(message: str) -> str | None:
+    return "context_length_exceeded" if message.startswith("prompt has ") else None
+
+
+def describe_validation(errors: Sequence[Any]) -> ApiError:
+    """The 400 for a body that pydantic refused: what is wrong with which field, for all of them."""
+    problems = []
+    param = None
+    for error in errors:
+        where, what = _place(error["loc"]), error["msg"]
+        if error["type"] == "json_invalid":
+            what = f"the body is not valid JSON: {error.get('ctx', {}).get('error', what)}"
+            return ApiError(400, what, code="invalid_json")
+        if error["type"] == "missing" and not where:
+            return ApiError(400, "the body is empty; expected a JSON object")
+        got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown(error.get('input'))}"
+        if error["type"] == "extra_forbidden":
+            what = "this field is not known"
+        param = param or where or None
+        problems.append(f"{where or 'the body'}: {what}{got}")
+    # A union tells of every branch; a few say enough.
+    more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+    return ApiError(400, "; ".join(problems[:4]) + more, param=param)
+
+
+def _place(loc: Sequence[Any]) -> str:
+    """`messages[0].content` for ("body", "messages", 0, "content")."""
+    place = ""
+    for part in loc[1:] if loc and loc[0] in ("body", "path", "query", "header") else loc:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif re.fullmatch(r"\w{1,64}", str(part)):  # names of union branches are no fields
+            place += f".{part}" if place else str(part)
+    return place
+
+
+def install(app: FastAPI) -> None:
+    """Have every error that leaves a route, and those of routing itself, answered as an error object."""
+
+    async def on_any(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return describe_validation(error.errors()).response()
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _from_http(request, error).response()
+
+    app.add_exception_handler(ApiError, on_any)
+    app.add_exception_handler(OctavoError, on_any)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_any)
+
+
+def _from_http(request: Request, error: HTTPException) -> ApiError:
+    message = str(error.detail)
+    cause = error.__cause__ or error.__context__
+    if error.status_code == 404:
+        message = f"there is nothing at {request.method} {request.url.path}; the API is at /v1, see /docs"
+    elif error.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}"
+    elif isinstance(cause, UnicodeError):
+        message = f"the body is not UTF-8: {cause.reason if hasattr(cause, 'reason') else cause}"
+    elif isinstance(cause, RecursionError):
+        message = "the body is nested too deeply"
+    elif error.status_code == 400 and cause is not None:
+        message = "the body is not valid JSON"
+    return ApiError(error.status_code, message, headers=error.headers)
