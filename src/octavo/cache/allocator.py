@@ -13,6 +13,7 @@ reference says which of the two unowned states follows.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -20,6 +21,14 @@ class Allocation(NamedTuple):
     """Blocks taken in one call, each owned once; `evicted` are those of them that were cached before."""
 
     block_ids: list[int]
+    evicted: list[int]
+
+
+class BlockChanges(NamedTuple):
+    """What happened since the changes were last taken: `touched` blocks changed state or owners, perhaps back
+    to what they were; `evicted` are those whose cached contents were lost, in order."""
+
+    touched: set[int]
     evicted: list[int]
 
 
@@ -37,6 +46,8 @@ class BlockAllocator:
         self.num_evictions = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        # None while nobody watches, so that watching costs nothing then.
+        self._changes: BlockChanges | None = None
 
     @property
     def num_free(self) -> int:
@@ -58,6 +69,23 @@ class BlockAllocator:
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._cached
 
+    def num_owners_of(self, block_ids: Iterable[int]) -> list[int]:
+        """For each block its number of owners, or -1 for a cached block and 0 for a free one."""
+        counts, cached = self.ref_counts, self._cached
+        return [counts[i] or (-1 if i in cached else 0) for i in block_ids]
+
+    def record_changes(self, is_on: bool) -> None:
+        """Begin to record, forgetting what was recorded before, or stop."""
+        self._changes = BlockChanges(set(), []) if is_on else None
+
+    def take_changes(self) -> BlockChanges:
+        """What was recorded since the last call; recording goes on. Nothing, while it is off."""
+        changes = self._changes
+        if changes is None:
+            return BlockChanges(set(), [])
+        self._changes = BlockChanges(set(), [])
+        return changes
+
     def allocate(self, num: int) -> Allocation | None:
         """Take `num` blocks, each with one owner; None, and nothing changes, when fewer are available."""
         free = self._free
@@ -70,6 +98,9 @@ class BlockAllocator:
         self.num_evictions += len(evicted)
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
+        if self._changes is not None:
+            self._changes.touched.update(block_ids)
+            self._changes.evicted.extend(evicted)
         return Allocation(block_ids, evicted)
 
     def share(self, block_id: int) -> None:
@@ -78,12 +109,16 @@ class BlockAllocator:
             assert block_id in self._cached, f"block {block_id} is free and cannot be shared"
             del self._cached[block_id]
         self.ref_counts[block_id] += 1
+        if self._changes is not None:
+            self._changes.touched.add(block_id)
 
     def release(self, block_id: int, *, keep: bool) -> None:
         """Take one owner away; after the last one the block is cached when `keep`, else free."""
         count = self.ref_counts[block_id] - 1
         assert count >= 0, f"block {block_id} has no owner to release"
         self.ref_counts[block_id] = count
+        if self._changes is not None:
+            self._changes.touched.add(block_id)
         if count == 0:
             if keep:
                 self._cached[block_id] = None
@@ -92,6 +127,8 @@ class BlockAllocator:
 
     def free_cached(self) -> None:
         """Make every cached block free; the least recently released one is handed out first."""
+        if self._changes is not None:
+            self._changes.touched.update(self._cached)
         self._free.extend(reversed(self._cached))
         self._cached.clear()
 

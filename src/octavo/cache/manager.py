@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from octavo.cache.allocator import BlockAllocator
+from octavo.cache.allocator import BlockAllocator, BlockChanges
 from octavo.cache.prefix_index import HashFn, Prefix, PrefixIndex
 from octavo.cache.sizing import blocks_for_tokens
 from octavo.cache.spec import check_block_size
@@ -133,6 +133,20 @@ class KVCacheManager:
     def block_table(self, seq_id: int) -> list[int]:
         """The sequence's block ids in token order: the live list, which callers must not change."""
         return self._tables[seq_id].block_ids
+
+    # -- for onlookers
+
+    def num_owners_of(self, block_ids: Iterable[int]) -> list[int]:
+        """For each block its number of owners, or -1 for a cached block and 0 for a free one."""
+        return self._allocator.num_owners_of(block_ids)
+
+    def record_changes(self, is_on: bool) -> None:
+        """Begin to record which blocks change, forgetting what was recorded before, or stop."""
+        self._allocator.record_changes(is_on)
+
+    def take_changes(self) -> BlockChanges:
+        """The blocks that changed since the last call, while recording."""
+        return self._allocator.take_changes()
 
     # -- the life of a sequence
 
