@@ -1,0 +1,519 @@
+"""The front's handle on the engine process: submit, stream, abort, watch; and what state the engine is in.
+
+States::
+
+    loading --> ready --> draining          drain() was called: what runs may end, nothing new is taken
+                  ^  |
+                  |  +--> stuck             there is work and no step ended for `stuck_s`; what ran has failed
+                  +---------+               ... until a step ends after all
+    any state --> dead                      the process has gone; it is not started again
+
+Everything here runs on the event loop's thread and returns at once; nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Literal, Protocol, TypeVar
+
+from octavo import errors
+from octavo.config import EngineConfig
+from octavo.errors import EngineError, ModelError, OverloadedError, RequestError, RequestTimeoutError
+from octavo.models.source import resolve_model
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.serve.generation import Generation, aborted
+from octavo.serve.messages import (
+    Abort,
+    Accepted,
+    Died,
+    ModelCard,
+    News,
+    Observed,
+    Ready,
+    Refused,
+    Stage,
+    Submit,
+    ToEngine,
+    ToFront,
+    Watch,
+)
+from octavo.serve.process import EngineProcess
+from octavo.serve.settings import ServeSettings
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
+
+T = TypeVar("T")
+State = Literal["loading", "ready", "draining", "stuck", "dead"]
+
+INLINE_CHARACTERS: Final = 2_000
+"""Work on texts up to this length (about a millisecond) is done on the event loop, the rest in threads."""
+_MAX_THREADS: Final = 2
+_MAX_UNREAD_PAYLOADS: Final = 32
+_MAX_RETRY_AFTER_S: Final = 60.0
+
+
+class EngineListener(Protocol):
+    """Told of everything that happens, on the event loop; `octavo.serve.metrics.Metrics` is one."""
+
+    def stage(self, stage: Stage) -> None:
+        """A part of loading is done."""
+
+    def state(self, state: str) -> None:
+        """The engine's state has changed to this one."""
+
+    def submitted(self, request_id: str, num_prompt_tokens: int) -> None:
+        """A request was sent to the engine."""
+
+    def step(self, news: News) -> None:
+        """A step ended (or an abort was carried out: then `news.num_tokens` is 0)."""
+
+    def finished(self, output: RequestOutput) -> None:
+        """A request ended in the engine: stop, length, abort or error. Once for each accepted request."""
+
+    def refused(self, reason: str) -> None:
+        """A request was not served: ``invalid``, ``capacity``, ``overloaded``, ``timeout``, or a state's name."""
+
+
+class Link(Protocol):
+    """The way to an engine process; `octavo.serve.process.EngineProcess` is one."""
+
+    def send(self, message: ToEngine) -> None: ...
+
+    async def close(self, *, is_patient: bool) -> None:
+        """End the process, which may take its time over it or not, and wait for its end."""
+
+
+class AsyncEngine:
+    """An engine in a process of its own, for one event loop. `create` starts one."""
+
+    def __init__(self, settings: ServeSettings, listener: EngineListener) -> None:
+        self.settings = settings
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._state: State = "loading"
+        self._model: ModelCard | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._death: Exception | None = None
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._ready.add_done_callback(
+            lambda future: future.exception()
+        )  # asked for or not, it is not a fault
+        self._generations: dict[str, Generation] = {}
+        self._num_active = 0
+        self._num_waiting = 0
+        self._num_waiting_tokens = 0
+        self._wait_s = 1.0
+        self._last_step_s = 0.0
+        self._idle: asyncio.Event = asyncio.Event()
+        self._idle.set()
+        self._watchers: list[_Watcher] = []
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "octavo-text")
+        self._link: Link | None = None
+        self._check_period_s = min(1.0, settings.stuck_s / 4)
+        self._checking = self._loop.call_later(self._check_period_s, self._check_progress)
+
+    @classmethod
+    def create(cls, config: EngineConfig, settings: ServeSettings, listener: EngineListener) -> AsyncEngine:
+        """Start the process and load the tokenizer; returns at once, `until_ready` waits."""
+        from octavo.serve.engine_process import load
+
+        engine = cls(settings, listener)
+        process = EngineProcess(load, config, engine.receive, engine.lost)
+        engine.start(process, lambda: _front_tokenizer(config))
+        return engine
+
+    def start(self, link: Link, load_text: Callable[[], Tokenizer | None]) -> None:
+        """Use this link (`receive` and `lost` are its callbacks), and load the tokenizer in a thread."""
+        self._link = link
+        loading = self._loop.run_in_executor(self._threads, load_text)
+        loading.add_done_callback(self._got_tokenizer)
+        self._text_loading = loading
+
+    # What everybody may ask
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def death(self) -> Exception | None:
+        """Why the engine is dead; None while it is not."""
+        return self._death
+
+    @property
+    def model(self) -> ModelCard:
+        """The loaded model. Raises EngineError while it is loading."""
+        if self._model is None:
+            raise self._not_ready()
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The front's own tokenizer. Raises EngineError while loading, ModelError when the model has none."""
+        if self._tokenizer is None:
+            if self._model is None:
+                raise self._not_ready()
+            raise ModelError(
+                f"model {self._model.name!r} has no tokenizer; give prompts as token ids, or add "
+                "tokenizer.json"
+            )
+        return self._tokenizer
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not left the engine's queue yet."""
+        return self._num_waiting
+
+    @property
+    def num_active(self) -> int:
+        """Requests that have not ended."""
+        return self._num_active
+
+    async def until_ready(self) -> None:
+        """Returns when requests are taken; raises what the loading failed with."""
+        await asyncio.shield(self._ready)
+
+    # Text
+
+    async def off_loop(self, num_characters: int, work: Callable[[], T]) -> T:
+        """`work()`, in a thread when it is about a text of more than `INLINE_CHARACTERS`."""
+        if num_characters <= INLINE_CHARACTERS:
+            return work()
+        return await self._loop.run_in_executor(self._threads, work)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`tokenizer.encode`; a long text does not hold the event loop up."""
+        tokenizer = self.tokenizer
+        return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+
+    # Requests
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        stream: bool = False,
+    ) -> Generation:
+        """Send a request to the engine; returns at once.
+
+        `request_id` must be new. `prompt` is only handed back, in the output. stream: pieces are wanted.
+
+        Raises:
+            RequestError, CapacityError: it can never be served. The engine itself may find so later, which
+                `Generation.accepted` raises.
+            OverloadedError: the queue is full by count or by tokens.
+            EngineError: the engine is not ready: loading, draining, stuck or dead.
+        """
+        if self._state != "ready":
+            self._listener.refused(self._state)
+            raise self._not_ready()
+        num_tokens = len(prompt_token_ids)
+        longest = self.model.max_model_len - 1
+        if num_tokens > longest:
+            # Said here, so that a million ids need not travel to hear it.
+            self._listener.refused("invalid")
+            raise RequestError(
+                f"prompt has {num_tokens} tokens; max_model_len={self.model.max_model_len} leaves room for "
+                f"at most {longest} and one new token; shorten it or raise max_model_len"
+            )
+        if request_id in self._generations:
+            raise RequestError(f"request_id {request_id!r} is already running; choose another")
+        self._check_room(num_tokens)
+        generation = Generation(request_id, prompt, prompt_token_ids, self._abort)
+        if self._num_active == 0:
+            self._last_step_s = self._loop.time()
+        self._send(Submit(request_id, list(prompt_token_ids), params, priority, cache_salt, stream))
+        self._generations[request_id] = generation
+        self._num_active += 1
+        self._idle.clear()
+        self._num_waiting += 1
+        self._num_waiting_tokens += num_tokens
+        if self.settings.request_timeout_s is not None:
+            generation.timer = self._loop.call_later(
+                self.settings.request_timeout_s, self._time_out, generation
+            )
+        self._listener.submitted(request_id, num_tokens)
+        return generation
+
+    # The page
+
+    @contextlib.asynccontextmanager
+    async def watch(self) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The observer's payloads, beginning with a full one, until the block is left or the engine dies.
+
+        A watcher that lags misses some and then gets a full one.
+        """
+        watcher = _Watcher(lambda: self._send(Watch(True)))
+        self._watchers.append(watcher)
+        if self._state == "dead":
+            watcher.end()
+        try:
+            self._send(Watch(True))
+            yield watcher
+        finally:
+            self._watchers.remove(watcher)
+            if not self._watchers:
+                self._send(Watch(False))
+
+    # The end
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, let what runs go on for so long, then fail what is left."""
+        if self._state not in ("dead", "draining"):
+            self._set_state("draining")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        self._fail_all(EngineError("the server is shutting down"))
+
+    async def close(self) -> None:
+        """Fail what is left, end the process and wait for its end. Closing twice is a no-op."""
+        self._checking.cancel()
+        self._fail_all(EngineError("the server is shutting down"))
+        if self._link is not None:
+            link, self._link = self._link, None
+            # A process that loads or hangs does not read what it is told.
+            await link.close(is_patient=self._state not in ("loading", "stuck"))
+        self._die(EngineError("the engine is closed"))
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # From the engine process
+
+    def receive(self, message: ToFront) -> None:
+        """A message of the engine process."""
+        match message:
+            case News():
+                self._got_news(message)
+            case Accepted():
+                for request_id in message.request_ids:
+                    if (generation := self._generations.get(request_id)) is not None:
+                        generation.accept()
+            case Refused():
+                self._got_refusal(message)
+            case Observed():
+                for watcher in self._watchers:
+                    watcher.put(message)
+            case Stage():
+                self._listener.stage(message)
+            case Ready():
+                self._model = message.model
+                self._become_ready()
+            case Died():
+                self._die(_error(message.kind, message.message))
+
+    def lost(self, why: str) -> None:
+        """The engine process has gone."""
+        self._die(EngineError(why))
+
+    def _got_news(self, news: News) -> None:
+        self._last_step_s = self._loop.time()
+        if self._state == "stuck":
+            self._set_state("ready")
+        for request_id in news.started:
+            if (generation := self._generations.get(request_id)) is not None:
+                self._leave_queue(generation)
+                self._wait_s = self._last_step_s - generation.submitted_s
+        for item in news.items:
+            generation = self._generations.get(item.request_id)
+            if generation is None:
+                continue
+            if item.output is not None:
+                del self._generations[item.request_id]
+                self._end(generation)
+            # One that was aborted or timed out here tells its reader nothing more, but its end is counted.
+            if generation.error is None:
+                generation.put(item.chunks, item.output)
+            if item.output is not None:
+                self._listener.finished(item.output)
+        self._listener.step(news)
+
+    def _got_refusal(self, message: Refused) -> None:
+        generation = self._generations.pop(message.request_id, None)
+        if generation is not None:
+            self._end(generation)
+            self._listener.refused("capacity" if message.kind == "CapacityError" else "invalid")
+            generation.fail(_error(message.kind, message.message))
+
+    def _got_tokenizer(self, loading: asyncio.Future[Tokenizer | None]) -> None:
+        if loading.cancelled():
+            return
+        if (error := loading.exception()) is not None:
+            self._die(error if isinstance(error, Exception) else EngineError(str(error)))
+            return
+        self._tokenizer = loading.result()
+        self._become_ready()
+
+    def _become_ready(self) -> None:
+        if self._state == "loading" and self._model is not None and self._text_loading.done():
+            self._set_state("ready")
+            self._ready.set_result(None)
+
+    # Requests, inside
+
+    def _check_room(self, num_tokens: int) -> None:
+        settings = self.settings
+        if self._num_waiting >= settings.max_waiting_requests:
+            what = f"{self._num_waiting} requests are waiting, as many as may (max_waiting_requests)"
+        elif self._num_waiting and self._num_waiting_tokens + num_tokens > settings.max_waiting_tokens:
+            what = (
+                f"{self._num_waiting_tokens} prompt tokens are waiting and this prompt has {num_tokens}; at "
+                f"most {settings.max_waiting_tokens} may wait (max_waiting_tokens)"
+            )
+        else:
+            return
+        self._listener.refused("overloaded")
+        retry_after_s = min(max(self._wait_s, 1.0), _MAX_RETRY_AFTER_S)
+        raise OverloadedError(
+            f"the server is busy: {what}; try again in {retry_after_s:.0f} s", retry_after_s
+        )
+
+    def _leave_queue(self, generation: Generation) -> None:
+        if not generation.is_started:
+            generation.is_started = True
+            self._num_waiting -= 1
+            self._num_waiting_tokens -= len(generation.prompt_token_ids)
+
+    def _end(self, generation: Generation) -> None:
+        """It no longer counts, whatever the engine still has to say about it. Ending it twice is a no-op."""
+        self._leave_queue(generation)
+        if generation.timer is not None:
+            generation.timer.cancel()
+        if not generation.is_over:
+            self._num_active -= 1
+            if self._num_active == 0:
+                self._idle.set()
+
+    def _abort(self, generation: Generation) -> None:
+        self._cut(generation, aborted(generation.request_id))
+
+    def _time_out(self, generation: Generation) -> None:
+        if not generation.is_over:
+            self._listener.refused("timeout")
+            self._cut(
+                generation,
+                RequestTimeoutError(
+                    f"the request took longer than {self.settings.request_timeout_s:g} s, the server's "
+                    "limit; ask for fewer tokens"
+                ),
+            )
+
+    def _cut(self, generation: Generation, error: Exception) -> None:
+        if not generation.is_over:
+            self._end(generation)
+            generation.fail(error)
+            self._send(Abort(generation.request_id))
+
+    def _fail_all(self, error: Exception) -> None:
+        for generation in list(self._generations.values()):
+            self._cut(generation, error)
+
+    # State
+
+    def _set_state(self, state: State) -> None:
+        if state != self._state:
+            self._state = state
+            self._listener.state(state)
+
+    def _not_ready(self) -> EngineError:
+        match self._state:
+            case "loading":
+                return EngineError("the model is still loading; try again soon")
+            case "draining":
+                return EngineError("the server is shutting down")
+            case "stuck":
+                return EngineError(f"the engine has made no step for {self.settings.stuck_s:g} s")
+        return EngineError(f"the engine is dead: {self._death}; the server must be started again")
+
+    def _check_progress(self) -> None:
+        self._checking = self._loop.call_later(self._check_period_s, self._check_progress)
+        if self._num_active and self._state in ("ready", "draining"):
+            silent_s = self._loop.time() - self._last_step_s
+            if silent_s > self.settings.stuck_s:
+                if self._state == "ready":
+                    self._set_state("stuck")
+                self._fail_all(EngineError(f"the engine has made no step for {silent_s:.0f} s"))
+
+    def _die(self, error: Exception) -> None:
+        if self._state == "dead":
+            return
+        self._death = error
+        self._set_state("dead")
+        for generation in self._generations.values():
+            self._end(generation)
+            generation.fail(EngineError(f"the engine died: {error}"))
+        self._generations.clear()
+        for watcher in self._watchers:
+            watcher.end()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._link is not None and self._state != "dead":
+            self._link.send(message)
+
+
+class _Watcher:
+    """One reader of the observer's payloads, with a bounded queue."""
+
+    def __init__(self, ask_again: Callable[[], None]) -> None:
+        self._ask_again = ask_again
+        self._payloads: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._needs_full = True
+        self._is_over = False
+
+    def put(self, observed: Observed) -> None:
+        if observed.is_full:
+            self._payloads.clear()
+            self._needs_full = False
+        if self._needs_full:
+            return
+        if len(self._payloads) == _MAX_UNREAD_PAYLOADS:
+            self._payloads.clear()
+            self._needs_full = True
+            self._ask_again()
+            return
+        self._payloads.append(observed.payload)
+        self._news.set()
+
+    def end(self) -> None:
+        self._is_over = True
+        self._news.set()
+
+    def __aiter__(self) -> _Watcher:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._payloads:
+            if self._is_over:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._payloads.popleft()
+
+
+def _front_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The model's tokenizer; None for random weights that have none."""
+    source = resolve_model(config.model, config.revision, files="config")
+    try:
+        return load_tokenizer(source)
+    except ModelError:
+        if config.load_format != "dummy":
+            raise
+        return None
+
+
+def _error(kind: str, message: str) -> Exception:
+    """The exception of `octavo.errors` by that name."""
+    known = getattr(errors, kind, EngineError)
+    error = known(message)
+    assert isinstance(error, Exception)
+    return error

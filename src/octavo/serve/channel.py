@@ -1,0 +1,111 @@
+"""Messages over a socket pair between the front (asyncio, never blocks) and the engine process (one thread).
+
+Each message is eight bytes of length and `messages.encode` of it. The engine's side may block while sending:
+the front always reads, so that is how a front that lags slows the engine down instead of filling memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+from octavo.serve.messages import ToEngine, ToFront, decode, encode
+
+_LENGTH: Final = struct.Struct("!Q")
+_READ_BYTES: Final = 2**18
+
+
+class _Frames:
+    """Bytes in, whole messages out."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        buffer = self._buffer
+        buffer += data
+        messages = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            messages.append(decode(buffer[start + _LENGTH.size : end]))
+            start = end
+        del buffer[:start]
+        return messages
+
+
+class EngineChannel:
+    """The engine process's end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._socket = sock
+        self._frames = _Frames()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def send(self, message: ToFront) -> None:
+        """Raises BrokenPipeError or ConnectionResetError when the front has gone."""
+        data = encode(message)
+        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        """Everything that has arrived; waits for something up to `timeout_s` (None: for ever, 0: not at all).
+
+        Raises EOFError when the front has gone.
+        """
+        messages: list[ToEngine] = []
+        while self._selector.select(0 if messages else timeout_s):
+            data = self._socket.recv(_READ_BYTES)
+            if not data:
+                raise EOFError("the front process has gone")
+            messages += self._frames.feed(data)
+            if len(data) < _READ_BYTES and messages:
+                break
+        return messages
+
+    def close(self) -> None:
+        self._selector.close()
+        self._socket.close()
+
+
+class FrontChannel(asyncio.Protocol):
+    """The front's end: `on_message` gets each message, `on_lost` is called once when the engine has gone."""
+
+    def __init__(self, on_message: Callable[[ToFront], None], on_lost: Callable[[], None]) -> None:
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._frames = _Frames()
+        self._transport: asyncio.WriteTransport | None = None
+
+    async def connect(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=sock)
+
+    def send(self, message: ToEngine) -> None:
+        """Never blocks; what a gone engine was to get is dropped."""
+        if self._transport is not None and not self._transport.is_closing():
+            data = encode(message)
+            self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._on_message(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_lost()

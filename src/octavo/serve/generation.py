@@ -1,0 +1,171 @@
+"""One request as the front sees it: its pieces, its output, its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+from octavo.errors import EngineError
+from octavo.outputs import RequestOutput, StreamChunk
+
+_MAX_PIECES: Final = 16
+"""Pieces kept apart for a reader that lags; what comes on top is joined to one."""
+
+
+class Generation:
+    """A submitted request: await `accepted()` before answering with a stream; iterate or await `result()`.
+
+    Iterating gives `StreamChunk`s (only when it was submitted with ``stream=True``); pieces that a slow
+    reader has not taken are joined, so that what waits for it never exceeds its own answer. The last piece
+    carries `output`. Iteration, `accepted` and `result` raise what ended the request:
+
+        RequestError, CapacityError     the engine refused it (never after `accepted()` returned)
+        RequestTimeoutError             it took longer than the server allows
+        EngineError                     the engine died, got stuck or was shut down, or it was aborted
+
+    Leaving its ``async with`` block before the end aborts it. One reader at a time; event loop only.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        on_abort: Callable[[Generation], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.output: RequestOutput | None = None
+        self.error: Exception | None = None
+        self.is_accepted = False
+        self.is_started = False
+        """Whether it has left the engine's queue."""
+        self.submitted_s = asyncio.get_running_loop().time()
+        self.timer: asyncio.TimerHandle | None = None
+        self._on_abort = on_abort
+        self._pending: dict[int, list[StreamChunk]] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended; pieces may still be waiting to be read."""
+        return self.output is not None or self.error is not None
+
+    async def accepted(self) -> None:
+        """Returns when the engine has taken the request; raises when it refused it."""
+        while not self.is_accepted and self.output is None:
+            self._raise_error()
+            await self._news()
+
+    async def result(self) -> RequestOutput:
+        """The finished request."""
+        while self.output is None:
+            self._raise_error()
+            await self._news()
+        return self.output
+
+    def abort(self) -> None:
+        """End it now, wherever it stands; after its end this does nothing."""
+        if not self.is_over:
+            self._on_abort(self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        while not self._pending:
+            self._raise_error()
+            if self.output is not None:
+                raise StopAsyncIteration
+            await self._news()
+        index = next(iter(self._pending))
+        chunk = _joined(self._pending.pop(index))
+        if self.output is not None and not self._pending:
+            return StreamChunk(
+                chunk.index,
+                chunk.text,
+                chunk.token_ids,
+                chunk.finish_reason,
+                chunk.stop_reason,
+                chunk.logprobs,
+                self.output,
+            )
+        return chunk
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    # For the AsyncEngine alone.
+
+    def put(self, chunks: list[StreamChunk], output: RequestOutput | None) -> None:
+        """What a step brought."""
+        for chunk in chunks:
+            pieces = self._pending.get(chunk.index)
+            if pieces is None:
+                self._pending[chunk.index] = [chunk]
+                continue
+            pieces.append(chunk)
+            if len(pieces) > _MAX_PIECES:
+                pieces[:] = [_joined(pieces)]
+        if output is not None:
+            output.prompt = self.prompt
+            output.prompt_token_ids = list(self.prompt_token_ids)
+            self.output = output
+        if chunks or output is not None:
+            self._wake()
+
+    def accept(self) -> None:
+        self.is_accepted = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """It ends with `error`; pieces that arrived before can still be read."""
+        if not self.is_over:
+            self.error = error
+            self._wake()
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            # A fresh one each time: an exception that is raised again grows its traceback.
+            raise self.error.with_traceback(None)
+
+    async def _news(self) -> None:
+        assert self._waiter is None, "one reader at a time"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def aborted(request_id: str) -> EngineError:
+    """The error of a request that its owner aborted."""
+    return EngineError(f"request {request_id} was aborted")
+
+
+def _joined(pieces: list[StreamChunk]) -> StreamChunk:
+    """Several pieces of one continuation as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    last = pieces[-1]
+    logprobs = [entry for piece in pieces for entry in piece.logprobs or ()]
+    return StreamChunk(
+        last.index,
+        "".join(piece.text for piece in pieces),
+        [token_id for piece in pieces for token_id in piece.token_ids],
+        last.finish_reason,
+        last.stop_reason,
+        logprobs or None,
+    )
