@@ -31,6 +31,7 @@ def test_defaults_are_greedy_and_neutral():
         "ignore_eos": False,
         "logit_bias": {},
         "allowed_token_ids": None,
+        "structured_output": None,
         "logprobs": None,
         "prompt_logprobs": None,
         "skip_special_tokens": True,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
-    from octavo.sampling_params import SamplingParams
+    from octavo.sampling_params import SamplingParams, StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 _HOMES = {
     "LLM": "octavo.llm",
     "SamplingParams": "octavo.sampling_params",
+    "StructuredOutput": "octavo.sampling_params",
     "EngineConfig": "octavo.config",
     "RequestOutput": "octavo.outputs",
     "CompletionOutput": "octavo.outputs",
@@ -71,6 +72,7 @@ __all__ = [
     "RequestTimeoutError",
     "SamplingParams",
     "StreamChunk",
+    "StructuredOutput",
     "UnsupportedKernelConfig",
     "WeightsError",
     "__version__",

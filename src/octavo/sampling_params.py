@@ -7,6 +7,7 @@ where it was written; what depends on the model (ids outside its vocabulary) is 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,51 @@ MAX_LOGPROBS = 1024
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature a row is greedy (vLLM's threshold): dividing logits by less overflows float32."""
+
+
+MAX_GRAMMAR_CHARS = 131_072
+"""Longest schema, pattern or grammar that `StructuredOutput` takes."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class StructuredOutput:
+    """What the output must look like: exactly one of the four. Frozen, hashable, picklable.
+
+    json_schema: the output is JSON that the schema accepts, its properties in the schema's order. Given as a
+        dict or as JSON text, kept as text.
+    json_object: the output is any JSON object.
+    regex: the whole output matches the pattern (Rust's syntax: no look-around, no back-references).
+    lark: a context-free grammar in llguidance's dialect of Lark; its start rule is `start`.
+
+    Raises:
+        RequestError: none or several are given, one has the wrong type, is no JSON or is too long. Whether a
+            grammar compiles is found out when the request is added; see docs/structured_output.md.
+    """
+
+    json_schema: str | None
+    json_object: bool
+    regex: str | None
+    lark: str | None
+
+    def __init__(
+        self,
+        json_schema: Mapping[str, Any] | str | None = None,
+        json_object: bool = False,
+        regex: str | None = None,
+        lark: str | None = None,
+    ) -> None:
+        json_object = _flag("json_object", json_object)
+        given = {"json_schema": json_schema, "json_object": json_object or None, "regex": regex, "lark": lark}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 1:
+            raise RequestError(
+                "structured_output takes exactly one of json_schema, json_object, regex and lark; got "
+                f"{' and '.join(names) or 'none'}"
+            )
+        object.__setattr__(self, "json_schema", None if json_schema is None else _schema_text(json_schema))
+        object.__setattr__(self, "json_object", json_object)
+        object.__setattr__(self, "regex", None if regex is None else _grammar_text("regex", regex))
+        object.__setattr__(self, "lark", None if lark is None else _grammar_text("lark", lark))
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -42,6 +88,8 @@ class SamplingParams:
             the output.
         logit_bias: token id -> value in [-100, 100], added to that logit.
         allowed_token_ids: only these can be chosen.
+        structured_output: a StructuredOutput; only tokens that continue text of that form can be chosen, and
+            the output ends when it is complete. It outranks min_tokens; max_tokens may still cut it short.
     Ending:
         max_tokens: at most this many output tokens; None means as many as the context holds.
         min_tokens: end-of-sequence and stop_token_ids cannot be chosen before this many output tokens.
@@ -73,6 +121,7 @@ class SamplingParams:
     ignore_eos: bool
     logit_bias: dict[int, float] = field(hash=False)
     allowed_token_ids: tuple[int, ...] | None
+    structured_output: StructuredOutput | None
     logprobs: int | None
     prompt_logprobs: int | None
     skip_special_tokens: bool
@@ -99,6 +148,7 @@ class SamplingParams:
         ignore_eos: bool = False,
         logit_bias: Mapping[int, float] | None = None,
         allowed_token_ids: Sequence[int] | None = None,
+        structured_output: StructuredOutput | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         skip_special_tokens: bool = True,
@@ -138,6 +188,7 @@ class SamplingParams:
             "allowed_token_ids": (
                 None if allowed_token_ids is None else _token_ids("allowed_token_ids", allowed_token_ids)
             ),
+            "structured_output": structured_output,
             "logprobs": _num_logprobs("logprobs", logprobs),
             "prompt_logprobs": _num_logprobs("prompt_logprobs", prompt_logprobs),
             "skip_special_tokens": _flag("skip_special_tokens", skip_special_tokens),
@@ -148,6 +199,15 @@ class SamplingParams:
         self._check_together()
 
     def _check_together(self) -> None:
+        if not isinstance(self.structured_output, StructuredOutput | None):
+            raise RequestError(
+                "structured_output must be a StructuredOutput, as in "
+                f"StructuredOutput(json_object=True), got {shown(self.structured_output)}"
+            )
+        if self.structured_output is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos=True contradicts structured_output: a complete output ends; drop one of them"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}); change one of them"
@@ -306,6 +366,49 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if "" in value:
         raise RequestError(f"{name} holds an empty string, which would end every output at once; remove it")
     return tuple(value)
+
+
+def _grammar_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a string, got {shown(value)} ({type(value).__name__})")
+    if len(value) > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"{name} has {len(value):,} characters; the limit is {MAX_GRAMMAR_CHARS:,}; shorten it"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not valid Unicode ({error.reason}); remove the surrogates") from error
+    return value
+
+
+def _schema_text(value: object) -> str:
+    """The schema as JSON text with no spaces, keys in their order: equal schemas are compiled once."""
+    what = "json_schema"
+    try:
+        if isinstance(value, str):
+            value = json.loads(_grammar_text(what, value), parse_constant=_no_constant)
+        if not isinstance(value, Mapping):
+            raise RequestError(
+                f"{what} must be a JSON object (a dict, or its text), got {shown(value)}; "
+                "json_object=True allows any object"
+            )
+        text = json.dumps(dict(value), separators=(",", ":"), allow_nan=False)
+    except RequestError:
+        raise
+    except RecursionError as error:
+        raise RequestError(f"{what} is nested too deeply, or holds itself") from error
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{what} is not JSON: {error}") from error
+    if "x-guidance" in value:
+        raise RequestError(
+            f"{what} holds 'x-guidance', options of llguidance, which are fixed here; remove it"
+        )
+    return _grammar_text(what, text)
+
+
+def _no_constant(name: str) -> Never:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
