@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, Self
 
-from octavo.serve.api_errors import ApiError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from octavo.errors import shown
 from octavo.sampling_params import SamplingParams
+from octavo.serve.api_errors import ApiError
 
 MAX_TOP_LOGPROBS = 20
 """Most alternatives per token that a response carries."""
@@ -24,6 +24,8 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 DEFAULT_TEMPERATURE = 1.0
 """OpenAI's default, for models whose generation_config.json recommends none."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for /v1/completions; the other endpoints go on to the end of the context."""
 
 
 class Body(BaseModel):
@@ -140,6 +142,16 @@ class SamplingFields(Body):
     )
     priority: Int64 | None = Field(None, description="Lower runs first; 0 when left out.")
 
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to generate, as the request states it."""
+        return None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token; None when no log probabilities are asked for."""
+        return None
+
 
 class GenerationFields(SamplingFields, IgnoredFields):
     """What chat and completions have in common."""
@@ -154,6 +166,17 @@ class GenerationFields(SamplingFields, IgnoredFields):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            # ApiError, not ValueError: it can name the field.
+            raise ApiError(400, "stream_options is only for stream: true", param="stream_options")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
 
 class CompletionRequest(GenerationFields):
     """The body of POST /v1/completions."""
@@ -162,7 +185,15 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: unsupported("ask for n and choose among them") = None  # type: ignore[valid-type]
-    suffix: unsupported("put what follows into the prompt, in the model's own infill format") = None  # type: ignore[valid-type]
+    suffix: unsupported("write the model's own infill format into the prompt") = None  # type: ignore[valid-type]
+
+    @property
+    def limit(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ModelFacts(Protocol):
@@ -202,7 +233,7 @@ _SAME_NAME = (
 def to_sampling_params(request: SamplingFields, card: ModelFacts, **more: Any) -> SamplingParams:
     """The options of a request over the model's own defaults; `more` are SamplingParams by name, over both.
 
-    `max_tokens` is the request's unless `more` has it; None is as many tokens as the context holds.
+    Without a limit in the request or the model's advice, as many tokens are generated as the context holds.
 
     Raises:
         ApiError: status 400, an option is out of range for this model; `param` names the field.
@@ -213,24 +244,19 @@ def to_sampling_params(request: SamplingFields, card: ModelFacts, **more: Any) -
     }
     if "temperature" not in options and _recommends_no_temperature(card.defaults):
         options["temperature"] = DEFAULT_TEMPERATURE
-    if "max_tokens" not in more:
-        options["max_tokens"] = getattr(request, "max_tokens", None)
-    if options.get("max_tokens", 0) is None:
-        # Unlike in Python, no limit stated is no limit: the model's own advice, else the context's end.
-        options["max_tokens"] = card.defaults.get("max_new_tokens")
-    bias = getattr(request, "logit_bias", None)
-    if bias:
+    limit = request.limit
+    options["max_tokens"] = card.defaults.get("max_new_tokens") if limit is None else limit
+    options["logprobs"] = request.num_logprobs
+    if bias := getattr(request, "logit_bias", None):
         for key in bias:
             _check_token_id("logit_bias", int(key), card.vocab_size)
         options["logit_bias"] = {int(key): value for key, value in bias.items()}
     for name in ("stop_token_ids", "allowed_token_ids"):
         for token_id in options.get(name, ()):
             _check_token_id(name, token_id, card.vocab_size)
-    constraint = structured_output(request)
-    if constraint is not None:
-        options["structured_output"] = constraint
-    options |= more
-    params = SamplingParams.from_generation_config(card.defaults, **options)
+    if "structured_output" not in more:
+        options["structured_output"] = structured_output(request)
+    params = SamplingParams.from_generation_config(card.defaults, **options | more)
     params.validate_for(card.vocab_size, card.max_model_len)
     return params
 
@@ -290,8 +316,13 @@ def structured_output(request: SamplingFields) -> Any:
     if own.regex is not None:
         return StructuredOutput(regex=own.regex)
     if own.choice is not None:
-        return StructuredOutput(lark="start: " + " | ".join(json.dumps(text) for text in own.choice))
+        return StructuredOutput(regex="|".join(_literal(text) for text in own.choice))
     return StructuredOutput(lark=own.grammar)
+
+
+def _literal(text: str) -> str:
+    """A pattern that matches just this text. `re.escape` writes escapes that Rust's regexes do not know."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", r"\\\g<0>", text)
 
 
 def _from_response_format(response_format: ResponseFormat) -> Any:
@@ -310,5 +341,21 @@ def _from_response_format(response_format: ResponseFormat) -> Any:
 
 
 def schema_source(schema: dict[str, Any] | bool | str) -> dict[str, Any] | str:
-    """A schema as StructuredOutput takes it: `true` and `false` are schemas as well, as JSON text."""
+    """A schema as StructuredOutput takes it: an object, or `true` and `false`, which are schemas too, as text.
+
+    Raises ApiError (400) for text that is not JSON.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(
+                400, f"structured_outputs.json is not valid JSON ({error})", param="structured_outputs.json"
+            ) from error
+    if not isinstance(schema, dict | bool):
+        raise ApiError(
+            400,
+            f"structured_outputs.json: expected a JSON schema (an object), got {shown(schema)}",
+            param="structured_outputs.json",
+        )
     return json.dumps(schema) if isinstance(schema, bool) else schema

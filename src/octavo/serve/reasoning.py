@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from octavo.serve.held_text import split_at
@@ -40,6 +40,8 @@ class ReasoningSplitter:
         self._held = ""
         self._newlines = ""
         self._is_blank = True
+        self.has_reasoned = is_open
+        """Whether any of the output was reasoning."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -55,6 +57,7 @@ class ReasoningSplitter:
             stripped = text.lstrip()
             if stripped.startswith(OPEN):
                 text, self._state = stripped[len(OPEN) :], "reasoning"
+                self.has_reasoned = True
             elif OPEN.startswith(stripped):
                 self._held = text
                 return out
@@ -95,10 +98,3 @@ class ReasoningSplitter:
         if shown:
             self._is_blank = False
             out.append(("reasoning", shown))
-
-
-def num_reasoning_tokens(token_ids: Sequence[int], close_id: int | None, in_reasoning: bool) -> int:
-    """Tokens up to and with `</think>`; all of them when the output ended `in_reasoning`, else 0."""
-    if close_id is not None and close_id in token_ids:
-        return list(token_ids).index(close_id) + 1
-    return len(token_ids) if in_reasoning else 0

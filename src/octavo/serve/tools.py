@@ -113,8 +113,8 @@ class ToolCallParser:
 class _CallScanner:
     """Reads one `{"name": ..., "arguments": ...}`, a character at a time.
 
-    `is_over` is set at its closing brace, or where it turns out to be no call; `is_named` tells whether a call
-    was announced. `raw` is all text read, and is kept only until the name is known.
+    `is_over` is set at its closing brace, or where it turns out to be no call; `is_named` once a call was
+    announced. `raw` is all text read, and is kept only until the name is known.
     """
 
     def __init__(self) -> None:
