@@ -12,9 +12,28 @@ from octavo.errors import ConfigError
 
 def test_a_device_that_was_left_open_is_filled_in() -> None:
     config = EngineConfig(model="m", kv_cache_dtype="fp8", dtype="float32")
-    assert config.on_device("cuda") == config.replace(device="cuda")
+    assert config.on_device("cuda") == config.replace(device="cuda", overlap=True)
     config = EngineConfig(model="m", quantization="int8", num_threads=2)
-    assert config.on_device("cpu") == config.replace(device="cpu")
+    assert config.on_device("cpu") == config.replace(device="cpu", overlap=False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_overlap_is_as_one_says(device: str, overlap: bool) -> None:
+    assert EngineConfig(model="m", overlap=overlap).on_device(device).overlap is overlap
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": 1}, "overlap must be True, False or None, got 1"),
+        ({"run_ahead": 0}, r"run_ahead must be from 1 to 2\*\*40, got 0"),
+        ({"run_ahead": True}, "run_ahead must be an int of at least 1, got True"),
+    ],
+)
+def test_bad_options_of_overlap_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="m", **options)
 
 
 @pytest.mark.parametrize(

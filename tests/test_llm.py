@@ -387,7 +387,7 @@ def test_messages_must_be_a_list(llm: LLM, messages: Any) -> None:
 
 def test_two_threads_in_one_engine_are_told_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = llm.engine.runner
-    execute = runner.execute
+    launch = runner.launch
     errors: list[str] = []
 
     def intrude(plan: Any) -> Any:
@@ -395,9 +395,9 @@ def test_two_threads_in_one_engine_are_told_so(llm: LLM, monkeypatch: pytest.Mon
             with pytest.raises(EngineError, match="another thread") as caught:
                 call()
             errors.append(str(caught.value))
-        return execute(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(runner, "execute", intrude)
+    monkeypatch.setattr(runner, "launch", intrude)
     (output,) = llm.generate("hello", GREEDY, use_tqdm=False)
     assert len(output.token_ids) == 8
     assert len(errors) == 16

@@ -19,6 +19,7 @@ MAX_NUMBER: Final = 2**40
 """No count or length is larger; what fits in memory is smaller still, and said when it does not."""
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 512
+DEFAULT_RUN_AHEAD: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,10 @@ class EngineConfig:
         token and head, halve it; they need a GPU.
     seed: of dummy weights and of requests that bring no seed of their own.
     num_threads: CPU threads for a model on the CPU; None takes every core this process may use.
+    overlap: launch the next step before the tokens of this one are read, so that the device need not wait for
+        the host; None: on a GPU, and not on a CPU, where both are one. The tokens are the same.
+    run_ahead: steps launched ahead with `overlap`: one usually, and up to this many while nothing waits and
+        all that runs is decoding. A new request waits for these steps, a finished one wastes its share.
     enforce_eager: no CUDA graphs. There are none yet, so both values mean the same.
     tensor_parallel_size: 1 is the only value so far.
     trace: file that receives one JSON line per step.
@@ -67,6 +72,8 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     seed: int = 0
     num_threads: int | None = None
+    overlap: bool | None = None
+    run_ahead: int = DEFAULT_RUN_AHEAD
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     trace: str | os.PathLike[str] | None = None
@@ -92,7 +99,13 @@ class EngineConfig:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("device", self.device, DEVICES)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "tensor_parallel_size",
+            "run_ahead",
+        ):
             self._positive_int(name)
         for name in ("max_model_len", "num_blocks", "num_threads"):
             if getattr(self, name) is not None:
@@ -100,6 +113,8 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap must be True, False or None, got {self.overlap!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an int, got {self.seed!r}")
         if self.block_size & (self.block_size - 1):
@@ -147,7 +162,8 @@ class EngineConfig:
                 f"num_threads={self.num_threads} is for a model on the CPU{here}; leave it out, or pass "
                 "device='cpu'"
             )
-        return self.replace(device=device)
+        overlap = device != "cpu" if self.overlap is None else self.overlap
+        return self.replace(device=device, overlap=overlap)
 
     def _positive_int(self, name: str) -> None:
         value = getattr(self, name)

@@ -122,10 +122,10 @@ def test_an_interrupt_ends_the_line(octavo, tiny, monkeypatch):
 
 @pytest.fixture
 def failing_step(monkeypatch):
-    def execute(self, plan):
+    def launch(self, plan):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr("octavo.engine.runner.ModelRunner.execute", execute)
+    monkeypatch.setattr("octavo.engine.runner.ModelRunner.launch", launch)
 
 
 @pytest.mark.usefixtures("failing_step")

@@ -104,6 +104,8 @@ def test_rows_stay_right_through_forks_preemption_and_reuse() -> None:
             check_batch(engine, plan, builder.build(plan))
             num_preempted += len(plan.preempted)
             num_copied += len(plan.copies)
-            engine.scheduler.commit(plan, engine.runner.run(plan))
+            token_ids = engine.runner.run(plan)
+            engine.scheduler.advance(plan)
+            engine.scheduler.commit(plan, token_ids)
         assert num_preempted > 10
         assert num_copied > 10 or block_size == 1

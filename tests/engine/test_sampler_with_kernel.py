@@ -133,7 +133,7 @@ def test_read_gives_back_what_it_got_through_one_copy():
         torch.empty(0, 4, dtype=torch.int64),
     ]
     with mock.patch.object(torch.Tensor, "is_cpu", new=False):
-        found = draw.read(tensors)
+        found = draw.Read(tensors).wait()
     for got, given in zip(found, tensors, strict=True):
         assert got.shape == given.shape
         torch.testing.assert_close(got.to(given.dtype), given, rtol=0, atol=0, equal_nan=True)

@@ -39,12 +39,14 @@ class ScriptedRunner:
     """Stands in for the model. A slot holds the whole prefix that its token's K/V depends on.
 
     Every step checks that each row finds exactly its own prefix at its slots, so a block given to two owners,
-    a wrong hit or a forgotten copy is an assertion, not a wrong answer later.
+    a wrong hit or a forgotten copy is an assertion, not a wrong answer later. Like a device it keeps the last
+    token of each row: a step may run before the host knows what the one before it drew.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
         self.cache = cache
         self.slots: dict[int, tuple[int, ...]] = {}
+        self.last_token_ids: dict[int, int] = {}
         self.num_computed_tokens = 0
 
     def run(self, plan: Schedule) -> list[int]:
@@ -53,25 +55,34 @@ class ScriptedRunner:
             for offset in range(size):
                 self.slots[destination * size + offset] = self.slots.get(source * size + offset, ())
         written: set[int] = set()
+        prefixes = []
         for seq, num_new in zip(plan.sequences, plan.num_new_tokens, strict=True):
             start = seq.num_computed_tokens
+            prefixes.append(self._prefix(seq, num_new))
             for i in range(start, start + num_new):
                 slot = self._slot(seq, i)
                 assert slot not in written, f"slot {slot} is written twice in a step"
                 written.add(slot)
-                self.slots[slot] = tuple(seq.token_ids[: i + 1])
+                self.slots[slot] = prefixes[-1][: i + 1]
             self.num_computed_tokens += num_new
-        for seq, num_new in zip(plan.sequences, plan.num_new_tokens, strict=True):
-            for i in range(seq.num_computed_tokens + num_new):
+        for seq, prefix in zip(plan.sequences, prefixes, strict=True):
+            for i in range(len(prefix)):
                 held = self.slots.get(self._slot(seq, i))
-                assert held == tuple(seq.token_ids[: i + 1]), f"{seq}: token {i} finds {held}"
+                assert held == prefix[: i + 1], f"{seq}: token {i} finds {held}"
         tokens = []
         for seq, row in zip(plan.sampled, plan.sampled_rows, strict=True):
-            of_row = plan.sequences[row]
-            computed = of_row.num_computed_tokens + plan.num_new_tokens[row]
-            assert computed == len(of_row.token_ids), "sampled from an unfinished row"
-            tokens.append(next_token(of_row.token_ids, seq.seed))
+            assert len(prefixes[row]) == plan.sequences[row].num_tokens, "sampled from an unfinished row"
+            tokens.append(next_token(prefixes[row], seq.seed))
+            self.last_token_ids[seq.row] = tokens[-1]
         return tokens
+
+    def _prefix(self, seq: Sequence, num_new: int) -> tuple[int, ...]:
+        """All tokens up to the last new one, of which the host may not know the last."""
+        start = seq.num_computed_tokens
+        if start + num_new <= len(seq.token_ids):
+            return tuple(seq.token_ids[: start + num_new])
+        assert num_new == 1, f"{seq}: a prompt of tokens that are not known"
+        return (*self.slots[self._slot(seq, start - 1)], self.last_token_ids[seq.row])
 
     def _slot(self, seq: Sequence, i: int) -> int:
         table = self.cache.block_table(seq.seq_id)
@@ -148,7 +159,9 @@ class ScriptedEngine:
             return None
         assert plan.num_tokens == sum(plan.num_new_tokens) <= self.max_num_batched_tokens
         assert not (plan.preempted and plan.admitted), "preempting and admitting in one step is thrash"
-        self.scheduler.commit(plan, self.runner.run(plan))
+        token_ids = self.runner.run(plan)
+        self.scheduler.advance(plan)
+        self.scheduler.commit(plan, token_ids)
         self.scheduler.check()
         self.plans.append(plan)
         return plan

@@ -18,19 +18,26 @@ from octavo.layers.attention_metadata import AttentionMetadata
 # Triton compiles apart for addresses that divide by 16 and for those that do not.
 _ALIGNMENT = 16
 
+_NONE = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The packed tokens of a step.
 
     input_ids, positions: (T,) int64. logits_rows: (S,) int64, the packed position whose logits sample j is
-    drawn from.
+    drawn from. sampled_rows: (S,) int64, the row of the sequence that sample j is drawn for.
+    unknown: (U,) int64, the packed positions whose ids the host does not know yet (they hold 0), and
+    unknown_rows: (U,) int64, the rows whose last token they are.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     metadata: AttentionMetadata
     logits_rows: torch.Tensor
+    sampled_rows: torch.Tensor
+    unknown: torch.Tensor
+    unknown_rows: torch.Tensor
 
 
 class BatchBuilder:
@@ -52,6 +59,7 @@ class BatchBuilder:
         self._block_table_of = block_table
         self._block_size = block_size
         self._device = device or torch.device("cpu")
+        self.num_rows = num_rows
         self._table = np.full((num_rows, max_blocks_per_row), -1, dtype=np.int32)
 
     def build(self, plan: Schedule) -> Batch:
@@ -66,14 +74,18 @@ class BatchBuilder:
         block_ids = self._table[np.repeat(rows, num_new), positions // self._block_size]
         slots = block_ids.astype(np.int64) * self._block_size + positions % self._block_size
         num_columns = -(-int(ends.max()) // self._block_size)
+        token_ids, unknown, unknown_rows = _new_token_ids(plan)
         return pack_batch(
-            input_ids=np.array(_new_token_ids(plan), dtype=np.int64),
+            input_ids=np.array(token_ids, dtype=np.int64),
             positions=positions,
             slots=slots,
             num_new=num_new,
             lengths=ends,
             block_table=self._table[rows, :num_columns],
             logits_rows=cu_seqlens_q[1:][plan.sampled_rows] - 1,
+            sampled_rows=np.array([seq.row for seq in plan.sampled], dtype=np.int64),
+            unknown=np.array(unknown, dtype=np.int64),
+            unknown_rows=np.array(unknown_rows, dtype=np.int64),
             device=self._device,
         )
 
@@ -101,10 +113,14 @@ def pack_batch(
     block_table: npt.NDArray[np.int32],
     logits_rows: npt.NDArray[np.int64],
     device: torch.device,
+    sampled_rows: npt.NDArray[np.int64] = _NONE,
+    unknown: npt.NDArray[np.int64] = _NONE,
+    unknown_rows: npt.NDArray[np.int64] = _NONE,
 ) -> Batch:
     """A batch of B sequences on `device`.
 
-    num_new: (B,) new tokens of each. lengths: (B,) context lengths, the new tokens included.
+    num_new: (B,) new tokens of each. lengths: (B,) context lengths, the new tokens included. The rest is the
+    batch's own.
     """
     parts = _upload(
         [
@@ -112,6 +128,9 @@ def pack_batch(
             positions,
             slots,
             logits_rows,
+            sampled_rows,
+            unknown,
+            unknown_rows,
             _prefix_sums(num_new).astype(np.int32),
             _prefix_sums(lengths).astype(np.int32),
             block_table,
@@ -123,13 +142,16 @@ def pack_batch(
         positions=parts[1],
         metadata=AttentionMetadata(
             slot_mapping=parts[2],
-            cu_seqlens_q=parts[4],
-            cu_seqlens_k=parts[5],
-            block_table=parts[6],
+            cu_seqlens_q=parts[7],
+            cu_seqlens_k=parts[8],
+            block_table=parts[9],
             max_seqlen_q=int(num_new.max()),
             max_seqlen_k=int(lengths.max()),
         ),
         logits_rows=parts[3],
+        sampled_rows=parts[4],
+        unknown=parts[5],
+        unknown_rows=parts[6],
     )
 
 
@@ -157,12 +179,22 @@ def _upload(
     ]
 
 
-def _new_token_ids(plan: Schedule) -> list[int]:
+def _new_token_ids(plan: Schedule) -> tuple[list[int], list[int], list[int]]:
+    """The packed ids; where a step under way is still drawing one, a 0, its place, and its row."""
     token_ids: list[int] = []
+    unknown: list[int] = []
+    unknown_rows: list[int] = []
     for seq, num_new in zip(plan.sequences, plan.num_new_tokens, strict=True):
         start = seq.num_computed_tokens
-        token_ids += seq.token_ids[start : start + num_new]
-    return token_ids
+        known = seq.token_ids[start : start + num_new]
+        if len(known) == num_new:
+            token_ids += known
+        else:
+            assert num_new == 1, f"{seq}: a prompt is computed of tokens that are not known"
+            unknown.append(len(token_ids))
+            unknown_rows.append(seq.row)
+            token_ids.append(0)
+    return token_ids, unknown, unknown_rows
 
 
 def _prefix_sums(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -2,6 +2,14 @@
 
     prompt ids -> add_request -> Scheduler -> ModelRunner -> Sampler -> Scheduler.commit -> OutputProcessor
 
+With `overlap` the device has its next step before the tokens of this one are read::
+
+    host    | schedule 1, launch | schedule 2, launch | read 1, emit | schedule 3, launch | read 2, emit | ...
+    device                       | step 1 ------------------ | step 2 ------------------ | step 3 --- ...
+
+and runs ahead by a few more when nothing but their own tokens can change what the next steps are. What was
+computed for a sequence past its end is thrown away.
+
 Single threaded: callers add, abort and step from one thread. It holds the model, the cache and every request.
 """
 
@@ -14,12 +22,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
 
 from octavo.cache.manager import KVCacheManager
 from octavo.config import EngineConfig
 from octavo.engine.output import OutputProcessor
 from octavo.engine.request import Request
-from octavo.engine.runner import ModelRunner
+from octavo.engine.runner import ModelRunner, PendingStep
 from octavo.engine.schedule import Schedule
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stats import EngineStats as EngineStats
@@ -32,6 +42,15 @@ logger = logging.getLogger("octavo")
 
 MAX_LOGPROBS_PER_REQUEST = 2_000_000
 """Most log probabilities one request may bring together; each takes some 400 bytes."""
+
+
+@dataclass(slots=True)
+class _StepUnderWay:
+    """A launched step. `record` is what the trace will say of it."""
+
+    plan: Schedule
+    pending: PendingStep
+    record: dict[str, Any] | None
 
 
 class Engine:
@@ -64,7 +83,13 @@ class Engine:
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = self._num_hit_tokens = 0
         self._is_closed = False
         self._is_stepping = False
-        self._running_plan: Schedule | None = None
+        self._max_under_way = (1 + config.run_ahead) if config.overlap else 1
+        self._under_way: deque[_StepUnderWay] = deque()
+        # Whether the step launched last is a decode of all that runs: the next one is then known, too.
+        self._is_steady = False
+        # What a step is at: the plans whose requests it takes along if it breaks there; in neither, all do.
+        self._launching: Schedule | None = None
+        self._collecting: list[Schedule] | None = None
 
     @property
     def cache(self) -> KVCacheManager:
@@ -132,7 +157,8 @@ class Engine:
         return request
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests that have news (a chunk, or their output). Empty when idle.
+        """Launch what can be launched and take in the oldest step; returns the requests that have news (a
+        chunk, or their output). Empty when idle.
 
         A step that raises ends the requests that ran in it with an error; the others, and the engine, go on.
         So does one that Ctrl-C interrupts, which is raised again afterwards: half a step is not kept.
@@ -140,58 +166,113 @@ class Engine:
         self._check_one_thread()
         self._abort_dropped()
         began = self._clock()
+        record: dict[str, Any] | None = None
         self._is_stepping = True
         try:
-            plan = self.scheduler.schedule()
-            if plan is None:
+            self._launch_steps(began)
+            if not self._under_way:
                 return []
-            changed = self._run(plan, began)
+            record = self._under_way[0].record
+            changed = self._collect()
         except BaseException as error:
             changed = self._fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
             self._is_stepping = False
-            self._running_plan = None
+            self._launching = self._collecting = None
         self._num_steps += 1
-        if self.trace:
-            self.trace.end(self._clock() - began, len(self.scheduler.waiting), len(self.scheduler.running))
+        if self.trace and record is not None:
+            waiting, running = self.scheduler.waiting, self.scheduler.running
+            self.trace.end(record, self._clock() - began, len(waiting), len(running))
         self._forget_finished(changed)
         return changed
 
-    def _run(self, plan: Schedule, began: float) -> list[Request]:
+    def _launch_steps(self, began: float) -> None:
+        scheduler, under_way = self.scheduler, self._under_way
+        while True:
+            # Two suffice while arrivals wait or prompts are computed: what comes next gets its turn soon.
+            is_steady = self._is_steady and not scheduler.waiting
+            if len(under_way) >= (self._max_under_way if is_steady else min(2, self._max_under_way)):
+                return
+            if under_way and (
+                scheduler.may_preempt() or 2 * scheduler.num_needing_ids >= len(scheduler.running) > 0
+            ):
+                return
+            plan = scheduler.schedule()
+            if plan is None:
+                return
+            self._launch(plan, began)
+
+    def _launch(self, plan: Schedule, began: float) -> None:
         for seq in plan.admitted:
             if seq.request.first_scheduled_s is None:
                 seq.request.first_scheduled_s = began
-        if self.trace:
-            self.trace.begin(plan)
-        self._running_plan = plan
-        sampled = self.runner.execute(plan)
-        self._running_plan = None
+        record = self.trace.begin(plan) if self.trace else None
+        self._launching = plan
+        pending = self.runner.launch(plan)
+        self._launching = None
         self._num_prompt_tokens += plan.num_prompt_tokens
         self._num_hit_tokens += plan.num_hit_tokens
-        self._num_output_tokens += len(sampled.token_ids) - len(sampled.errors)
-        self.scheduler.commit(plan, sampled.token_ids)
-        return self.output.process(plan, sampled, self._clock())
+        self.scheduler.advance(plan)
+        self._under_way.append(_StepUnderWay(plan, pending, record))
+        self._is_steady = plan.num_decode_rows == plan.num_tokens == len(self.scheduler.running)
+
+    def _collect(self) -> list[Request]:
+        """Take in the oldest step under way."""
+        self._collecting = [step.plan for step in self._under_way]
+        step = self._under_way.popleft()
+        sampled = step.pending.collect()
+        self._collecting = None
+        counting = self.scheduler.commit(step.plan, sampled.token_ids)
+        changed = self.output.process(step.plan, sampled, counting, self._clock())
+        self._num_output_tokens += len(counting) - sum(j in sampled.errors for j in counting)
+        if not self.scheduler.has_work:
+            self._under_way.clear()  # steps that ran ahead, past the end of all
+        return changed
 
     def _fail(self, error: BaseException) -> list[Request]:
         """End the requests of a step that broke in the model; if it broke elsewhere, all requests.
 
         The scheduler's lists may then be half changed, so they are not unwound but emptied.
         """
-        if self._running_plan is not None:
-            sequences = self._running_plan.sequences
-            requests = list({seq.request.request_id: seq.request for seq in sequences}.values())
+        news: list[Request] = []
+        if self._launching is not None:
+            plans = [self._launching]
+            try:
+                while self._under_way:  # launched before this one, and whole
+                    news += self._collect()
+            except BaseException as another:
+                ended = self._end_all(another)
+                if not isinstance(another, Exception):
+                    raise
+                return ended
+        elif self._collecting is not None:
+            # What was launched later has read what this step was to write, and so may have prefix hits.
+            plans = self._collecting
+            self._under_way.clear()
+            self.cache.reset_prefix_cache()
         else:
-            requests = list(self.requests.values())
-            self.scheduler.reset()
+            return self._end_all(error)
+        requests = {seq.request.request_id: seq.request for plan in plans for seq in plan.sequences}
+        unfinished = [request for request in requests.values() if request.output is None]
+        self._end(unfinished, error)
+        return list({request.request_id: request for request in [*news, *unfinished]}.values())
+
+    def _end_all(self, error: BaseException) -> list[Request]:
+        self._under_way.clear()
+        self.scheduler.reset()
+        requests = list(self.requests.values())
+        self._end(requests, error, even_finished=True)
+        return requests
+
+    def _end(self, requests: list[Request], error: BaseException, *, even_finished: bool = False) -> None:
         what = f"the step failed: {type(error).__name__}: {error}"
         logger.error("%s; %d requests end with it", what, len(requests))
         logger.debug("the failed step", exc_info=error)
         for request in requests:
-            self.output.fail(request, what, self._clock(), even_finished=self._running_plan is None)
+            self.output.fail(request, what, self._clock(), even_finished=even_finished)
         self._forget_finished(requests)
-        return requests
 
     def abort(self, request_id: str) -> None:
         """End a request now, wherever it stands. Unknown or finished ids are ignored.
@@ -205,6 +286,8 @@ class Engine:
         if request is not None:
             self.output.abort(request, self._clock())
             self._forget_finished([request])
+            if not self.scheduler.has_work:
+                self._under_way.clear()
 
     def drop(self, request_id: str) -> None:
         """Abort a request at the next chance. For `__del__`, which may run in the middle of a step."""

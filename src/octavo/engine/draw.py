@@ -9,6 +9,8 @@ Shapes: R rows, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -128,7 +130,7 @@ def gather_logprobs(logits: Tensor, chosen: Tensor, widths: list[int]) -> list[d
     Args:
         logits: (R, V) float32 without NaN, as the model gave them. chosen: (R,) int64.
     """
-    own, *tables = read([chosen, *logprob_tables(logits, chosen, max(widths))])
+    own, *tables = Read([chosen, *logprob_tables(logits, chosen, max(widths))]).wait()
     return logprob_entries(own.tolist(), tables, widths)
 
 
@@ -156,15 +158,33 @@ def logprob_entries(chosen: list[int], tables: list[Tensor], widths: list[int]) 
     return found
 
 
-def read(tensors: list[Tensor]) -> list[Tensor]:
-    """int64 and float32 tensors of one device on the CPU, with one wait for it. Floats come as float64."""
-    if tensors[0].is_cpu:
-        return tensors
-    bits = [x if x.dtype == torch.int64 else x.double().view(torch.int64) for x in tensors]
-    together = torch.cat([x.reshape(-1) for x in bits]).cpu()
-    found, start = [], 0
-    for x in tensors:
-        part = together[start : start + x.numel()]
-        start += x.numel()
-        found.append((part if x.dtype == torch.int64 else part.view(torch.float64)).view(x.shape))
-    return found
+class Read:
+    """int64 and float32 tensors of one device on their way to the CPU, in one copy that was queued here."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._together: Tensor | None = None
+        self._event: Any = None
+        if tensors[0].is_cpu:
+            return
+        bits = [x if x.dtype == torch.int64 else x.double().view(torch.int64) for x in tensors]
+        together = torch.cat([x.reshape(-1) for x in bits])
+        self._together = torch.empty(together.shape, dtype=torch.int64, pin_memory=together.is_cuda)
+        self._together.copy_(together, non_blocking=True)
+        if together.is_cuda:
+            cuda: Any = torch.cuda
+            self._event = cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, once they have come. Floats that crossed over are float64."""
+        if self._together is None:
+            return self._tensors
+        if self._event is not None:
+            self._event.synchronize()
+        found, start = [], 0
+        for x in self._tensors:
+            part = self._together[start : start + x.numel()]
+            start += x.numel()
+            found.append((part if x.dtype == torch.int64 else part.view(torch.float64)).view(x.shape))
+        return found

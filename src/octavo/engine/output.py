@@ -48,13 +48,16 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._texts: dict[int, _SequenceText] = {}
 
-    def process(self, plan: Schedule, sampled: SamplerOutput, now: float) -> list[Request]:
-        """Text, stop strings and outputs of what was sampled; returns the requests with news."""
+    def process(
+        self, plan: Schedule, sampled: SamplerOutput, counting: list[int], now: float
+    ) -> list[Request]:
+        """Text, stop strings and outputs of the samples that count, which were committed; returns the
+        requests with news."""
         changed: dict[str, Request] = {}
-        for j, (seq, token_id) in enumerate(zip(plan.sampled, sampled.token_ids, strict=True)):
+        sequences, token_ids = plan.sampled, sampled.token_ids
+        for j in counting:
+            seq, token_id = sequences[j], token_ids[j]
             request = seq.request
-            if seq.finish_reason == "abort":
-                continue
             changed[request.request_id] = request
             if (error := sampled.errors.get(j)) is not None:
                 self._fail(seq, error)

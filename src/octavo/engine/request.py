@@ -21,7 +21,10 @@ class Status(enum.Enum):
 class Sequence:
     """One sampled continuation of a prompt: the unit that is scheduled, preempted and finished.
 
-    token_ids: prompt then output. The K/V of the first `num_computed_tokens` of them is in the cache.
+    token_ids: prompt then output, as far as the host knows it. num_pending: tokens after these that steps
+        under way are drawing; until they are collected only the device knows their ids. num_tokens: all.
+    num_computed_tokens: the K/V of that many tokens is in the cache, or will be before the device does
+        anything that is launched from now on.
     max_total_tokens: length at which it ends with "length".
     num_covered_tokens: tokens its block table has room for, so that most steps need not ask the cache.
     row: its index in the runner's per-row arrays while running. num_synced_blocks: how many entries of its
@@ -29,6 +32,8 @@ class Sequence:
     num_bypassed: how often another was admitted while it stood first in the queue. blocked_at: the
         scheduler's count of releases when it last did not fit; until the next it need not be tried again.
     is_tail_shared: its last, partly filled block may be shared with a sibling, so the next write may copy.
+    needs_last_token: what its next token may be depends on the ids before it, in a way that only the host
+        works out (a grammar, penalties): its next step waits until they are known.
     """
 
     __slots__ = (
@@ -40,9 +45,11 @@ class Sequence:
         "key",
         "logprobs",
         "max_total_tokens",
+        "needs_last_token",
         "num_bypassed",
         "num_computed_tokens",
         "num_covered_tokens",
+        "num_pending",
         "num_prompt_tokens",
         "num_synced_blocks",
         "params",
@@ -64,6 +71,7 @@ class Sequence:
         self.params = request.params
         self.stop_ids = request.stop_ids
         self.token_ids = token_ids
+        self.num_pending = 0
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = 0
         self.key = (request.priority, request.arrival, index)
@@ -73,6 +81,7 @@ class Sequence:
         self.num_synced_blocks = 0
         self.row = -1
         self.is_tail_shared = False
+        self.needs_last_token = request.needs_last_token
         self.num_bypassed = 0
         self.blocked_at = -1
         self.finish_reason: FinishReason | None = None
@@ -81,13 +90,17 @@ class Sequence:
         self.logprobs: list[dict[int, Logprob]] | None = None
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request.request_id}/{self.index} {self.status.name.lower()} "
-            f"{self.num_computed_tokens}/{len(self.token_ids)})"
+            f"{self.num_computed_tokens}/{self.num_tokens})"
         )
 
 
@@ -107,6 +120,7 @@ class Request:
         "first_scheduled_s",
         "first_token_s",
         "is_forked",
+        "needs_last_token",
         "num_cached_tokens",
         "num_preemptions",
         "output",
@@ -147,6 +161,12 @@ class Request:
         self.stream = stream
         self.stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
         self.is_forked = params.n == 1
+        self.needs_last_token = (
+            params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+            or getattr(params, "structured_output", None) is not None
+        )
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from octavo.cache.storage import KVCache
 from octavo.engine.batch import BatchBuilder
-from octavo.engine.sampler import Sampler, SamplerOutput
+from octavo.engine.sampler import NOTHING_DRAWN, Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
 from octavo.engine.warm_up import SAMPLING, Shape, empty_step, sequences
 from octavo.kernels.cpu import threads
@@ -17,6 +18,14 @@ from octavo.models.registry import CausalLM
 
 PROMPT_LOGITS_ROWS = 64
 """Prompt positions whose vocabulary-sized logits are held at once."""
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def collect(self) -> SamplerOutput:
+        """Wait for the step and read what it drew; to be called once."""
+        ...
 
 
 class ModelRunner:
@@ -28,6 +37,8 @@ class ModelRunner:
         self.batches = batches
         self.sampler = sampler
         self.device = kv_cache.device
+        # Of each row, so that the next step can be launched before the host has read them.
+        self._last_token_ids = torch.zeros(batches.num_rows, dtype=torch.int64, device=self.device)
         self._torch_threads = None
         if self.device.type == "cpu":
             # torch's threads and ours would fight over the cores: torch gets them only for its own products.
@@ -53,10 +64,15 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def execute(self, plan: Schedule) -> SamplerOutput:
-        """Compute `plan` and draw one token per entry of `plan.sampled`; fills prompt log probabilities."""
+    def launch(self, plan: Schedule) -> PendingStep:
+        """Have `plan` computed and one token drawn per entry of `plan.sampled`; fills prompt log
+        probabilities.
+
+        A GPU is still at it when this returns, unless there are prompt log probabilities to read. The next
+        step may be launched before this one is collected.
+        """
         with self._running():
-            return self._execute(plan)
+            return self._launch(plan)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -68,16 +84,22 @@ class ModelRunner:
                 with threads.torch_threads(self._torch_threads):
                     yield
 
-    def _execute(self, plan: Schedule) -> SamplerOutput:
+    def _launch(self, plan: Schedule) -> PendingStep:
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
         batch = self.batches.build(plan)
+        if len(batch.unknown):
+            known_by_now = self._last_token_ids.index_select(0, batch.unknown_rows)
+            batch.input_ids.index_copy_(0, batch.unknown, known_by_now)
         hidden = self.model(batch.input_ids, batch.positions, self.kv_cache.layers, batch.metadata)
         self._collect_prompt_logprobs(plan, hidden)
         if not plan.sampled:
-            return SamplerOutput(token_ids=[], logprobs=[], errors={})
+            return NOTHING_DRAWN
         logits = self.model.compute_logits(hidden[batch.logits_rows])
-        return self.sampler.sample(logits, plan.sampled)
+        drawn = self.sampler.launch(logits, plan.sampled)
+        # A row in error has no token, and may be computed on before that is known.
+        self._last_token_ids.index_copy_(0, batch.sampled_rows, drawn.token_ids.clamp_min(0))
+        return drawn
 
     def _collect_prompt_logprobs(self, plan: Schedule, hidden: torch.Tensor) -> None:
         first_row = 0

@@ -15,6 +15,7 @@ choose another token than on the CPU; greedy rows never do.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,12 +23,12 @@ import torch
 from torch import Tensor
 
 from octavo.engine.draw import (
+    Read,
     draw_by_id,
     draw_by_order,
     gather_logprobs,
     logprob_entries,
     logprob_tables,
-    read,
 )
 from octavo.engine.request import Sequence
 from octavo.engine.sampling_plan import SamplingPlan
@@ -60,6 +61,29 @@ class SamplerOutput:
     errors: dict[int, str]
 
 
+class PendingSample:
+    """Tokens that are being chosen.
+
+    token_ids: (R,) int64 on the device; what it holds for a row that ends in an error is no token to go on
+        with, though it may look like one.
+    """
+
+    __slots__ = ("_collect", "token_ids")
+
+    def __init__(self, token_ids: Tensor, collect: Callable[[], SamplerOutput]) -> None:
+        self.token_ids = token_ids
+        self._collect = collect
+
+    def collect(self) -> SamplerOutput:
+        """Wait for the tokens and read them; to be called once."""
+        with torch.inference_mode():
+            return self._collect()
+
+
+NOTHING_DRAWN = PendingSample(torch.empty(0, dtype=torch.int64), lambda: SamplerOutput([], [], {}))
+"""What a step that draws from no row leaves to collect."""
+
+
 class Sampler:
     """Chooses tokens for a model with `vocab_size` ids.
 
@@ -75,26 +99,31 @@ class Sampler:
         self._with_kernel = with_kernel
         self._plan = SamplingPlan([], vocab_size, torch.device("cpu"), None)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> SamplerOutput:
-        """Choose the next token of each sequence.
+        """Choose the next token of each sequence: `launch` and `collect` in one."""
+        return self.launch(logits, sequences).collect()
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, sequences: list[Sequence]) -> PendingSample:
+        """Have the next token of each sequence chosen. A GPU is still at it when this returns.
 
         Args:
             logits: (R, vocab_size) float32 (on a GPU also bfloat16 or float16), one row per sequence; not
-                modified.
-            sequences: R sequences; their params, seed, stop_ids, num_prompt_tokens and token_ids are read.
+                modified, here or by the caller until the tokens are collected.
+            sequences: R sequences; their params, seed, stop_ids, num_prompt_tokens and num_tokens are read,
+                and the token_ids of those with penalties, which must know them all.
 
         A row whose raw logits hold NaN or +inf, or that has no finite logit left to choose, gets an error and
         no token; the other rows are as if it were absent.
         """
         assert logits.shape == (len(sequences), self.vocab_size), (logits.shape, len(sequences))
         if not sequences:
-            return SamplerOutput([], [], {})
+            return NOTHING_DRAWN
         plan = self._plan
         if not plan.is_for(sequences, logits.device):
             plan = self._plan = SamplingPlan(sequences, self.vocab_size, logits.device, plan)
         if self._with_kernel or not logits.is_cpu:
-            return self._sample_with_kernel(logits, plan)
+            return self._launch_kernel(logits, plan)
 
         highest = logits.amax(dim=1)
         errors = _errors(highest, _RAW_REASONS)
@@ -116,9 +145,10 @@ class Sampler:
         token_ids: list[int] = chosen.tolist()
         for row in errors:
             token_ids[row] = NO_TOKEN
-        return SamplerOutput(token_ids, logprobs, errors)
+        output = SamplerOutput(token_ids, logprobs, errors)
+        return PendingSample(chosen, lambda: output)
 
-    def _sample_with_kernel(self, logits: Tensor, plan: SamplingPlan) -> SamplerOutput:
+    def _launch_kernel(self, logits: Tensor, plan: SamplingPlan) -> PendingSample:
         work = plan.process(logits)
         chosen = sampling.sample(work, **plan.kernel_options())
         if work is not logits:
@@ -130,17 +160,24 @@ class Sampler:
         for part, part_widths in zip(parts, widths, strict=True):
             rows = plan.to_device(part)
             tables += logprob_tables(logits[rows].float(), chosen[rows].clamp_min(0), max(part_widths))
-        ids, *tables = read([chosen, *tables])
-        token_ids: list[int] = ids.tolist()
-        errors: dict[int, str] = {}
-        if NO_TOKEN in token_ids:
-            errors = _errors(work.amax(dim=1), _CHOICE_REASONS) | _errors(logits.amax(dim=1), _RAW_REASONS)
-        logprobs: list[dict[int, Logprob] | None] = [None] * len(token_ids)
-        for number, (part, part_widths) in enumerate(zip(parts, widths, strict=True)):
-            entries = logprob_entries(ids[part].tolist(), tables[4 * number : 4 * number + 4], part_widths)
-            for row, entry in zip(part, entries, strict=True):
-                logprobs[row] = None if row in errors else entry
-        return SamplerOutput(token_ids, logprobs, errors)
+        reading = Read([chosen, *tables])
+
+        def collect() -> SamplerOutput:
+            ids, *tables = reading.wait()
+            token_ids: list[int] = ids.tolist()
+            errors: dict[int, str] = {}
+            if NO_TOKEN in token_ids:
+                errors = _errors(work.amax(dim=1), _CHOICE_REASONS)
+                errors |= _errors(logits.amax(dim=1), _RAW_REASONS)
+            logprobs: list[dict[int, Logprob] | None] = [None] * len(token_ids)
+            for number, (part, part_widths) in enumerate(zip(parts, widths, strict=True)):
+                found = tables[4 * number : 4 * number + 4]
+                entries = logprob_entries(ids[part].tolist(), found, part_widths)
+                for row, entry in zip(part, entries, strict=True):
+                    logprobs[row] = None if row in errors else entry
+            return SamplerOutput(token_ids, logprobs, errors)
+
+        return PendingSample(chosen, collect)
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, target_ids: list[int], k: int) -> list[dict[int, Logprob]]:

@@ -158,14 +158,14 @@ class SamplingPlan:
         return uniform(self._seeds, self._positions())
 
     def _positions(self) -> Tensor:
-        return self.to_device([len(seq.token_ids) - seq.num_prompt_tokens for seq in self._sequences])
+        return self.to_device([seq.num_tokens - seq.num_prompt_tokens for seq in self._sequences])
 
     def process(self, logits: Tensor) -> Tensor:
         """The logits after masks, bias and penalties: a changed float32 copy; `logits` when no row asks."""
         held = [
             row
             for row, least in self._min_tokens
-            if len(self._sequences[row].token_ids) - self._sequences[row].num_prompt_tokens < least
+            if self._sequences[row].num_tokens - self._sequences[row].num_prompt_tokens < least
         ]
         if not (self._restricted or held or self._penalised or len(self._bias)):
             return logits

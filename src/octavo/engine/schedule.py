@@ -35,7 +35,7 @@ class Schedule:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of prompts among `num_tokens`; to be asked before the step is committed."""
+        """Tokens of prompts among `num_tokens`; to be asked before the scheduler advances."""
         return sum(
             min(num_new, max(0, seq.num_prompt_tokens - seq.num_computed_tokens))
             for seq, num_new in zip(self.sequences, self.num_new_tokens, strict=True)

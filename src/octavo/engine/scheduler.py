@@ -9,6 +9,14 @@ waits half computed. Decoding grows block by block; when no block is left the ne
 preempted: its blocks are released (their contents stay findable in the prefix cache as long as nobody needs
 the space), it returns to the queue in its old place, and recomputes what it lost. A watermark of free blocks
 keeps new sequences from being admitted only to be preempted at once.
+
+Steps under way. A step may be scheduled while the ones before it still run: `advance` says that a step was
+launched, `commit` what it drew. In between its sequences count tokens whose ids nobody here knows, and
+everything is decided on lengths. Whatever a device does in the order of its launches needs no more care than
+that: blocks of a sequence that turns out to have ended are given away at once, for the step that overwrites
+them runs after the ones that still used them. Three things do wait for ids: the prefix index, which is told
+of a block once all its tokens are known; sequences that say so (`needs_last_token`); and preemption, which
+takes only from sequences that are not under way (`may_preempt`).
 """
 
 from __future__ import annotations
@@ -61,6 +69,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        #: Running sequences that cannot take a step before the ids of the last one are known.
+        self.num_needing_ids = 0
         self._num_releases = 0
         self._free_rows = list(range(self.max_num_rows - 1, -1, -1))
 
@@ -129,9 +139,10 @@ class Scheduler:
         self.running.clear()
         self.cache.close_all()
         self._num_releases += 1
+        self.num_needing_ids = 0
         self._free_rows = list(range(self.max_num_rows - 1, -1, -1))
 
-    # One step
+    # One step: schedule, advance once it is launched, commit once its tokens are known
 
     def schedule(self) -> Schedule | None:
         """Decide the next step and give its sequences their blocks; None when there is nothing to do."""
@@ -146,33 +157,62 @@ class Scheduler:
             self._admit(plan, budget)
         return plan if plan.sequences else None
 
-    def commit(self, plan: Schedule, token_ids: list[int]) -> None:
-        """Record what a step computed. `token_ids[j]` was drawn for `plan.sampled[j]`; negative = no token.
+    def may_preempt(self) -> bool:
+        """Whether the next `schedule` might have to preempt; not to be called then with a step under way.
 
-        Blocks that became full are made findable, followers fork, and sequences that reached a stop token or
-        their length end. Sequences that ended meanwhile are skipped.
+        Each decoding sequence takes one block at most: a new one, or its own copy of a shared one.
+        """
+        available = self.cache.num_available
+        if available >= len(self.running):
+            return False
+        return available < sum(
+            seq.num_tokens > seq.num_covered_tokens or seq.is_tail_shared for seq in self.running
+        )
+
+    def advance(self, plan: Schedule) -> None:
+        """The step was launched: its tokens count as computed, and those it draws as there.
+
+        Blocks that became full of known tokens are made findable, and followers fork.
         """
         block_size = self.block_size
-        running = Status.RUNNING
         for seq, num_new in zip(plan.sequences, plan.num_new_tokens, strict=True):
-            if seq.status is not running:
-                continue
             before = seq.num_computed_tokens
             after = seq.num_computed_tokens = before + num_new
             if after // block_size != before // block_size:
-                self.cache.commit(seq.seq_id, seq.token_ids, after)
+                self.cache.commit(seq.seq_id, seq.token_ids, min(after, len(seq.token_ids)))
         for leader in plan.forking:
-            if leader.status is running:
-                self._fork_followers(leader)
-        for seq, token_id in zip(plan.sampled, token_ids, strict=True):
-            if seq.status is not running or token_id < 0:
+            self._fork_followers(leader)
+        for seq in plan.sampled:
+            seq.num_pending += 1
+
+    def commit(self, plan: Schedule, token_ids: list[int]) -> list[int]:
+        """Record what an advanced step drew: `token_ids[j]` for `plan.sampled[j]`; negative = no token.
+
+        Steps are committed in the order in which they were advanced. Sequences that reached a stop token or
+        their length end. Returns the samples that count, in order: those of sequences that had not ended
+        before, be it in a step that ran ahead of this one.
+        """
+        block_size = self.block_size
+        finished = Status.FINISHED
+        counting = []
+        for j, (seq, token_id) in enumerate(zip(plan.sampled, token_ids, strict=True)):
+            seq.num_pending -= 1
+            if seq.status is finished:
+                continue
+            counting.append(j)
+            if token_id < 0:
                 continue
             tokens = seq.token_ids
             tokens.append(token_id)
+            num_known = len(tokens)
+            # The next step may have computed this token before its id was known.
+            if num_known % block_size == 0 and num_known <= seq.num_computed_tokens:
+                self.cache.commit(seq.seq_id, tokens, num_known)
             if token_id in seq.stop_ids:
                 self.finish(seq, "stop", token_id if token_id in seq.params.stop_token_ids else None)
-            elif len(tokens) >= seq.max_total_tokens:
+            elif num_known >= seq.max_total_tokens:
                 self.finish(seq, "length")
+        return counting
 
     # Parts of a step
 
@@ -182,8 +222,14 @@ class Scheduler:
         i = 0
         while i < len(running):  # preemption pops from the end, never from what was passed already
             seq = running[i]
-            num_tokens = len(seq.token_ids)
-            if seq.num_computed_tokens == num_tokens - 1:
+            num_pending = seq.num_pending
+            num_tokens = len(seq.token_ids) + num_pending
+            # Of one whose last token is under way nothing more is to be drawn.
+            if (
+                seq.num_computed_tokens == num_tokens - 1
+                and num_tokens < seq.max_total_tokens
+                and not (num_pending and seq.needs_last_token)
+            ):
                 if num_tokens > seq.num_covered_tokens and not self._grow(seq, num_tokens, plan):
                     break
                 if seq.is_tail_shared and not self._unshare_tail(seq, plan):
@@ -198,7 +244,7 @@ class Scheduler:
         for seq in self.running:
             if budget <= 0:
                 break
-            if seq.num_computed_tokens < len(seq.token_ids) - 1:
+            if seq.num_computed_tokens < seq.num_tokens - 1:
                 budget -= self._add_chunk(plan, seq, budget)
         return budget
 
@@ -223,7 +269,7 @@ class Scheduler:
         num_rows = request.num_waiting_rows
         if seq.blocked_at == self._num_releases or num_rows > len(self._free_rows):
             return False
-        num_tokens = len(seq.token_ids)
+        num_tokens = seq.num_tokens
         hit = None
         num_needed = -(-num_tokens // self.block_size)
         if not _needs_prompt_logits(request):
@@ -240,6 +286,8 @@ class Scheduler:
         for member, row in zip([seq] if request.is_forked else request.sequences, rows, strict=True):
             member.row = row
         seq.status = Status.RUNNING
+        if seq.needs_last_token:
+            self.num_needing_ids += num_rows
         seq.num_computed_tokens = hit.num_tokens if hit else 0
         seq.num_covered_tokens = -(-num_tokens // self.block_size) * self.block_size
         seq.num_synced_blocks = 0
@@ -253,7 +301,7 @@ class Scheduler:
         return True
 
     def _add_chunk(self, plan: Schedule, seq: Sequence, budget: int) -> int:
-        num_left = len(seq.token_ids) - seq.num_computed_tokens
+        num_left = seq.num_tokens - seq.num_computed_tokens
         num_new = min(num_left, budget)
         plan.sequences.append(seq)
         plan.num_new_tokens.append(num_new)
@@ -307,6 +355,7 @@ class Scheduler:
 
     def _preempt_newest(self, plan: Schedule) -> Sequence:
         seq = self.running.pop()
+        assert not seq.num_pending, f"{seq} is preempted while a step of it is under way"
         self._release(seq)
         seq.status = Status.WAITING
         seq.num_computed_tokens = seq.num_covered_tokens = 0
@@ -322,6 +371,8 @@ class Scheduler:
         self.cache.close(seq.seq_id)
         self._num_releases += 1
         members = [seq] if seq.request.is_forked else seq.request.sequences
+        if seq.needs_last_token:
+            self.num_needing_ids -= len(members)
         for member in members:
             self._free_rows.append(member.row)
             member.row = -1
@@ -334,9 +385,8 @@ class Scheduler:
         rows = list(self._free_rows)
         for seq in self.running:
             assert seq.status is Status.RUNNING, f"{seq} is in running"
-            assert seq.num_computed_tokens < len(seq.token_ids) <= seq.max_total_tokens, (
-                f"{seq} has a wrong length"
-            )
+            assert seq.num_computed_tokens < seq.num_tokens <= seq.max_total_tokens, f"{seq}: wrong length"
+            assert seq.num_pending >= 0, f"{seq} had more tokens collected than drawn"
             table = self.cache.block_table(seq.seq_id)
             assert len(table) * self.block_size == seq.num_covered_tokens, f"{seq} covers {len(table)} blocks"
             members = [seq] if seq.request.is_forked else seq.request.sequences
@@ -344,6 +394,10 @@ class Scheduler:
         for seq in self.waiting:
             assert seq.status is Status.WAITING, f"{seq} is in waiting"
             assert seq.row == -1, f"{seq} waits and holds row {seq.row}"
+            assert not seq.num_pending, f"{seq} waits while a step of it is under way"
+        assert self.num_needing_ids == sum(
+            1 if seq.request.is_forked else seq.params.n for seq in self.running if seq.needs_last_token
+        ), f"{self.num_needing_ids} sequences are said to need ids"
         assert sorted(rows) == list(range(self.max_num_rows)), "a row is lost or used twice"
         if not self.running:
             assert self.cache.num_owned == 0, f"idle, but {self.cache.num_owned} blocks are owned"

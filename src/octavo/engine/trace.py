@@ -28,12 +28,10 @@ class StepTrace:
         self._step = 0
         self._num_evictions = 0
         self._is_full = False
-        self._record: dict[str, Any] = {}
 
-    def begin(self, plan: Schedule) -> None:
-        """Note what is about to run; must come before the commit moves the counts on."""
-        self._record = {
-            "step": self._step,
+    def begin(self, plan: Schedule) -> dict[str, Any]:
+        """What is about to run, for `end`; must come before the scheduler advances."""
+        return {
             "num_tokens": plan.num_tokens,
             "num_decode_rows": plan.num_decode_rows,
             "rows": [
@@ -53,12 +51,14 @@ class StepTrace:
             "num_copied_blocks": len(plan.copies),
         }
 
-    def end(self, seconds: float, num_waiting: int, num_running: int) -> None:
-        """Write the record of the step that `begin` noted, if it noted one, with the state it left behind."""
-        if not self._record or self._is_full:
+    def end(self, begun: dict[str, Any], seconds: float, num_waiting: int, num_running: int) -> None:
+        """Write the record that `begin` made of a step, with the state it left behind."""
+        if self._is_full:
             return
         evictions = self._cache.num_evictions
-        self._record |= {
+        record = {
+            "step": self._step,
+            **begun,
             "num_waiting": num_waiting,
             "num_running": num_running,
             "num_evictions": evictions - self._num_evictions,
@@ -70,12 +70,11 @@ class StepTrace:
             "step_s": round(seconds, 6),
         }
         try:
-            self._file.write(json.dumps(self._record) + "\n")
+            self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         except OSError as error:  # a full disk is no reason to stop answering
             logger.warning("the trace ends here, it cannot be written: %s", error.strerror)
             self._is_full = True
-        self._record = {}
         self._step += 1
         self._num_evictions = evictions
 
