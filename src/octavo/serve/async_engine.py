@@ -74,8 +74,11 @@ class EngineListener(Protocol):
     def finished(self, output: RequestOutput) -> None:
         """A request ended in the engine: stop, length, abort or error. Once for each accepted request."""
 
-    def refused(self, reason: str) -> None:
-        """A request was not served: ``invalid``, ``capacity``, ``overloaded``, ``timeout``, or a state's name."""
+    def refused(self, reason: str, request_id: str | None = None) -> None:
+        """A request was not served: ``invalid``, ``capacity``, ``overloaded``, ``timeout``, or a state.
+
+        `request_id`: it had been submitted, and the engine refused it; it will not be finished.
+        """
 
 
 class Link(Protocol):
@@ -339,7 +342,8 @@ class AsyncEngine:
         generation = self._generations.pop(message.request_id, None)
         if generation is not None:
             self._end(generation)
-            self._listener.refused("capacity" if message.kind == "CapacityError" else "invalid")
+            reason = "capacity" if message.kind == "CapacityError" else "invalid"
+            self._listener.refused(reason, message.request_id)
             generation.fail(_error(message.kind, message.message))
 
     def _got_tokenizer(self, loading: asyncio.Future[Tokenizer | None]) -> None:

@@ -1,0 +1,216 @@
+"""Who may ask, and how much at once: API keys, CORS, a limit on bodies. Plain ASGI, so that streams pass
+untouched.
+
+From the outside in: `RequestLog` (ids, log line) and tracing, CORS, keys, body limit, the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+
+from octavo.errors import ConfigError
+from octavo.serve import access_log, tracing
+from octavo.serve.api_errors import ApiError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from octavo.serve.settings import ServeSettings
+
+logger = logging.getLogger("octavo.serve")
+
+API_KEY_ENV = "OCTAVO_API_KEY"
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/favicon.ico"})
+OPEN_PREFIXES = ("/page/",)
+"""What needs no key: whether the server lives, and the files of its page, which then asks for a key itself.
+"""
+
+BODY_TIMEOUT_S = 60.0
+MAX_DISCARDED_BYTES = 64 * 2**20
+DISCARD_TIMEOUT_S = 5.0
+
+
+def read_api_keys(
+    given: Sequence[str] = (), file: Path | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """All keys that count: those `given`, those in OCTAVO_API_KEY (commas between), and those in `file` (one
+    a line; empty lines and lines that begin with ``#`` do not count).
+
+    ConfigError when one has a space or a character that is not ASCII in it, when the file cannot be read, and
+    when it holds no key: a server that was to have keys must not stand open. No message shows a key.
+    """
+    keys = [(key, "api_keys") for key in given]
+    from_environ = (os.environ if environ is None else environ).get(API_KEY_ENV, "")
+    keys += [(key.strip(), API_KEY_ENV) for key in from_environ.split(",") if key.strip()]
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise ConfigError(f"api_key_file: {str(file)!r} cannot be read: {reason}") from None
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise ConfigError(f"api_key_file: {str(file)!r} holds no key; put one on each line")
+        keys += [(key, f"api_key_file {str(file)!r}") for key in found]
+    for key, source in keys:
+        if not re.fullmatch(r"[\x21-\x7e]+", key):
+            raise ConfigError(
+                f"{source}: a key is empty, or has a space or a character that is not ASCII in it"
+            )
+    return tuple(dict.fromkeys(key for key, _ in keys))
+
+
+class ApiKeys:
+    """Lets requests in that bring one of `keys` as a bearer token; the others get status 401."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        # Digests have one length, so that comparing them tells nothing of a key's.
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_open(scope["path"]) or self._is_known(scope):
+            await self.app(scope, receive, send)
+            return
+        has_one = "authorization" in Headers(scope=scope)
+        message = (
+            "this API key is not known here; check the one your client sends"
+            if has_one
+            else "this server needs an API key: send the header 'Authorization: Bearer KEY'"
+        )
+        error = ApiError(401, message, type="invalid_request_error", headers={"WWW-Authenticate": "Bearer"})
+        await error.response()(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, token = given[0].partition(b" ")
+        digest = _digest(token.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, whichever matches
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+
+
+class BodyLimit:
+    """Status 413 for a body above `max_bytes`, whether its length was announced or it comes in chunks.
+
+    The body is read here in full before the application runs (it is JSON, of which a part is of no use); one
+    that does not arrive within a minute is status 408.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._max_bytes:
+            # A client that is still sending would not read the answer, so its body is taken first, unless it
+            # waits for a word before it sends.
+            if "expect" not in headers:
+                await _discard(receive)
+            await self._refuse(scope, receive, send)
+            return
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return  # the client has gone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self._max_bytes:
+                        break
+                    if not message.get("more_body", False):
+                        await self.app(scope, _replay(b"".join(parts), receive), send)
+                        return
+        except TimeoutError:
+            error = ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", param="body")
+            await error.response()(scope, receive, send)
+            return
+        parts.clear()
+        if message.get("more_body", False):
+            await _discard(receive)
+        await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(
+            413,
+            f"the body is larger than {self._max_bytes:,} bytes; send less, or start the server with "
+            "a larger --max-body-bytes",
+            headers={"Connection": "close"},
+        )
+        await error.response()(scope, receive, send)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Gives the body once, and then what `receive` says (that the client has gone)."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replayed
+
+
+async def _discard(receive: Receive) -> None:
+    """Take in the rest of a body, within bounds."""
+    size = 0
+    try:
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
+            while size <= MAX_DISCARDED_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def install(app: FastAPI, settings: ServeSettings) -> None:
+    """Put everything on this page, request ids, the request log and (with `otlp_endpoint`) tracing around
+    `app`.
+
+    ConfigError when tracing is asked for and OpenTelemetry is not installed.
+    """
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_headers=["*"],
+            expose_headers=[access_log.HEADER, "retry-after"],
+            max_age=600,
+        )
+    if settings.otlp_endpoint:
+        app.add_middleware(tracing.Tracing, tracer=tracing.Tracer.create(settings.otlp_endpoint))
+    app.add_middleware(access_log.RequestLog)
