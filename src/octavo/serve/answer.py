@@ -97,16 +97,15 @@ def read_answer(choice: CompletionOutput, format: AnswerFormat, tokenizer: Token
     """What a finished choice says."""
     reader = format.reader()
     events = reader.push(choice.text) + reader.finish(is_cut=choice.finish_reason == "length")
-    texts = {
-        kind: "".join(event.text for event in events if event.kind == kind)
-        for kind in ("content", "reasoning")
-    }
+    texts = {"content": "", "reasoning": ""}
     calls: list[Call] = []
-    for event in events:
-        if event.kind == "tool_name":
-            calls.append(Call(event.text))
-        elif event.kind == "tool_arguments":
-            calls[-1].arguments += event.text
+    for kind, text in events:
+        if kind == "tool_name":
+            calls.append(Call(text))
+        elif kind == "tool_arguments":
+            calls[-1].arguments += text
+        else:
+            texts[kind] += text
     return Answer(
         content=texts["content"] or (None if calls or reader.in_reasoning else ""),
         reasoning=texts["reasoning"] or None,

@@ -23,8 +23,8 @@ _ANY_TEXT = "(?s:.*)"
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Which calls may be made. `must_call`: nothing but calls; `many`: more than one; `is_subset`: the model is
-    told of further functions, which it may not call.
+    """Which calls may be made. `must_call`: nothing but calls; `many`: more than one; `is_subset`: the model
+    is told of further functions, which it may not call.
     """
 
     functions: Sequence[FunctionDefinition]

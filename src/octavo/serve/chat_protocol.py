@@ -148,7 +148,7 @@ class ChatRequest(GenerationFields):
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as chat templates expect them: no nulls, `system` for `developer`, arguments as objects."""
+    """The messages as chat templates expect them: no nulls, no `developer`, arguments as objects."""
     return [_template_message(message) for message in messages]
 
 
@@ -191,12 +191,13 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The functions as chat templates print them."""
-    return [
-        {
-            "type": "function",
-            "function": tool.function.model_dump(
-                include={"name", "description", "parameters"}, exclude_none=True
-            ),
-        }
-        for tool in tools
-    ]
+    return [{"type": "function", "function": _template_function(tool.function)} for tool in tools]
+
+
+def _template_function(function: FunctionDefinition) -> dict[str, Any]:
+    fields = (
+        ("name", function.name),
+        ("description", function.description),
+        ("parameters", function.parameters),
+    )
+    return {name: value for name, value in fields if value is not None}

@@ -341,7 +341,7 @@ def _from_response_format(response_format: ResponseFormat) -> Any:
 
 
 def schema_source(schema: dict[str, Any] | bool | str) -> dict[str, Any] | str:
-    """A schema as StructuredOutput takes it: an object, or `true` and `false`, which are schemas too, as text.
+    """A schema as StructuredOutput takes it: an object; `true` and `false`, which are schemas too, as text.
 
     Raises ApiError (400) for text that is not JSON.
     """
