@@ -145,6 +145,8 @@ def describe_validation(errors: Sequence[Any]) -> ApiError:
         if error["type"] == "missing" and not where:
             return ApiError(400, "the body is empty; expected a JSON object")
         got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown(error.get('input'))}"
+        if isinstance(error.get("input"), bytes) and not where:
+            return ApiError(400, "the body is not JSON; send it with the header Content-Type: application/json")
         if error["type"] == "extra_forbidden":
             what = "this field is not known"
         param = param or where or None

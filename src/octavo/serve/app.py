@@ -1,0 +1,41 @@
+"""The application: every route, around one engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from octavo import __version__
+from octavo.serve import api_errors, guard, metrics, models, state
+from octavo.serve.sse import ClientGone
+
+if TYPE_CHECKING:
+    from octavo.serve.async_engine import AsyncEngine
+    from octavo.serve.metrics import Metrics
+    from octavo.serve.settings import ServeSettings
+
+_ROUTERS = (models.router, state.router, metrics.router)
+
+
+def create_app(engine: AsyncEngine, settings: ServeSettings, metrics: Metrics) -> FastAPI:
+    """The server's ASGI application. Routes find the arguments under the same names in `app.state`."""
+    app = FastAPI(
+        title="Octavo",
+        version=__version__,
+        description="The OpenAI API over a paged KV cache, with documented extensions.",
+    )
+    app.state.engine = engine
+    app.state.settings = settings
+    app.state.metrics = metrics
+    for router in _ROUTERS:
+        app.include_router(router)
+    api_errors.install(app)
+    app.add_exception_handler(ClientGone, _nobody_listens)
+    guard.install(app, settings)
+    return app
+
+
+async def _nobody_listens(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,159 @@
+"""What is served, and its tokenizer: /v1/models, /tokenize, /detokenize, /health."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from octavo.errors import RequestError
+from octavo.serve.api_errors import ApiError
+from octavo.serve.protocol import Body
+from octavo.text.chat import render_chat
+
+if TYPE_CHECKING:
+    from octavo.serve.async_engine import AsyncEngine
+    from octavo.serve.settings import ServeSettings
+
+router = APIRouter()
+
+_OWN_FIELDS: Final = frozenset(inspect.signature(render_chat).parameters) - {"template_kwargs"}
+_STARTED_S: Final = int(time.time())
+
+
+def model_names(engine: AsyncEngine, settings: ServeSettings) -> tuple[str, ...]:
+    """The names that clients may ask for; the first is the one in answers."""
+    return settings.served_model_names or (engine.model.name,)
+
+
+def check_model(request: Request, asked: str | None) -> str:
+    """The name to answer under. ApiError (404) when it is none that is served; nothing is looked up by it."""
+    names = model_names(request.app.state.engine, request.app.state.settings)
+    if asked is None:
+        return names[0]
+    if asked not in names:
+        raise ApiError(
+            404,
+            f"the model {asked[:100]!r} is not served here; this server has {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+    return asked
+
+
+@router.get("/v1/models", tags=["models"])
+async def list_models(request: Request) -> dict[str, Any]:
+    """The names that `model` may have. They all mean the one loaded model."""
+    engine: AsyncEngine = request.app.state.engine
+    names = model_names(engine, request.app.state.settings)
+    return {"object": "list", "data": [_model_object(engine, name) for name in names]}
+
+
+@router.get("/v1/models/{model:path}", tags=["models"])
+async def get_model(request: Request, model: str) -> dict[str, Any]:
+    """One of them."""
+    return _model_object(request.app.state.engine, check_model(request, model))
+
+
+def _model_object(engine: AsyncEngine, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED_S,
+        "owned_by": "octavo",
+        "max_model_len": engine.model.max_model_len,
+    }
+
+
+class TokenizeRequest(Body):
+    """A text, or the messages of a chat; exactly one of the two."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Default: true for a prompt, false for messages."
+    )
+    add_generation_prompt: bool | None = Field(None, description="Default: true.")
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool | None = Field(None, description="Default: false.")
+
+
+@router.post("/tokenize", tags=["tokenizer"])
+async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+    """The token ids of a text as completions would see it, or of messages as chat would."""
+    check_model(request, body.model)
+    engine: AsyncEngine = request.app.state.engine
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "expected exactly one of prompt and messages", param="prompt")
+    tokenizer = engine.tokenizer
+    if body.prompt is not None:
+        for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise ApiError(400, f"{name} belongs to messages, and a prompt was given", param=name)
+        adds = body.add_special_tokens is not False
+        tokens = await engine.encode(body.prompt, add_special_tokens=adds)
+    else:
+        messages, kwargs = body.messages or [], body.chat_template_kwargs or {}
+        for name in kwargs.keys() & _OWN_FIELDS:
+            raise ApiError(400, f"chat_template_kwargs may not hold {name!r}", param="chat_template_kwargs")
+        generation_prompt = body.add_generation_prompt is not False
+
+        def render() -> list[int]:
+            text = render_chat(
+                tokenizer, messages, tools=body.tools, add_generation_prompt=generation_prompt, **kwargs
+            )
+            return tokenizer.encode(text, add_special_tokens=body.add_special_tokens is True)
+
+        tokens = await engine.off_loop(_num_characters(messages), render)
+    answer: dict[str, Any] = {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": engine.model.max_model_len,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
+    return answer
+
+
+def _num_characters(messages: list[dict[str, Any]]) -> int:
+    """About how long the text of these messages is."""
+    return sum(len(str(message.get("content", ""))) for message in messages)
+
+
+@router.post("/detokenize", tags=["tokenizer"])
+async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
+    """The text of token ids."""
+    check_model(request, body.model)
+    engine: AsyncEngine = request.app.state.engine
+    tokenizer, vocab_size = engine.tokenizer, engine.model.vocab_size
+    for i, token in enumerate(body.tokens):
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"tokens[{i}] is {token}, outside the vocabulary (0 to {vocab_size - 1})")
+    skips = body.skip_special_tokens is True
+    text = await engine.off_loop(
+        len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=skips)
+    )
+    return {"prompt": text}
+
+
+@router.get("/health", tags=["server"], responses={503: {"description": "Loading, draining, stuck or dead."}})
+@router.get("/ping", tags=["server"], include_in_schema=False)
+async def health(request: Request) -> Response:
+    """Status 200 when requests are taken, else 503; the body says why."""
+    engine: AsyncEngine = request.app.state.engine
+    answer: dict[str, str] = {"status": engine.state}
+    if engine.death is not None:
+        answer["reason"] = str(engine.death)
+    return JSONResponse(answer, 200 if engine.state == "ready" else 503)
