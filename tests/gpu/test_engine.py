@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
 from octavo.engine.request import Request
 from octavo.errors import CapacityError, ConfigError
+from octavo.kernels import backend
 from octavo.kernels.triton.monitor import forbid_compiles
 from octavo.models.registry import LoadedModel, load_model
 from octavo.models.shapes import KNOWN_SHAPES
@@ -206,14 +206,20 @@ def test_bfloat16_is_close_to_float32(oracle: Any, low: LoadedModel) -> None:
     assert len(run(engine_for(low), prompts())) == len(prompts())
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("fp8", 0.3), ("int8", 0.1)])
-def test_a_quantised_cache_is_close(low: LoadedModel, kv_cache_dtype: str, bound: float) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_a_quantised_cache_costs_what_its_rounding_costs(low: LoadedModel, kv_cache_dtype: str) -> None:
     ids = random_ids(90, VOCAB_SIZE)
     dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kv_cache_dtype]
-    exact, rounded = PagedDriver(low, block_size=16), PagedDriver(low, block_size=16, kv_cache_dtype=dtype)
-    for chunk in (ids[:60], *([token] for token in ids[60:])):
-        expected, found = exact.step({"a": chunk})["a"], rounded.step({"a": chunk})["a"]
-        assert 0 < relative_error(found, expected) < bound
+
+    def logits(room: str, kv_cache_dtype: torch.dtype | None) -> torch.Tensor:
+        driver = PagedDriver(low, block_size=16, kv_cache_dtype=kv_cache_dtype)
+        with backend.use(room):
+            return torch.cat([driver.step({"a": part})["a"] for part in (ids[:60], *([i] for i in ids[60:]))])
+
+    exact = logits("auto", None)
+    # The same rounding of K and V, in plain torch: what is more than that would be the kernels' own.
+    cost = relative_error(logits("reference", dtype), exact)
+    assert 0 < relative_error(logits("auto", dtype), exact) < 1.25 * cost
     # Without hits, which would have the same tokens computed in other chunks and rounded in other ways.
     quantised, plain = (
         engine_for(low, kv_cache_dtype=name, enable_prefix_caching=False) for name in (kv_cache_dtype, "auto")
@@ -242,35 +248,26 @@ def test_no_request_waits_for_a_compiler(engine: Callable[..., Engine]) -> None:
     [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, top_k=50, max_tokens=8, ignore_eos=True)],
     ids=["greedy", "drawn"],
 )
-def test_the_host_waits_once_a_step(
+def test_a_launch_never_waits_for_the_device(
     engine: Callable[..., Engine], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = engine()
     run(watched, prompts()[:4], params)
-    runner = watched.runner
-    sample, execute = runner.sampler.sample, runner.execute
-    num_waits: list[int] = []
+    launch = watched.runner.launch
+    num_launches = 0
 
-    def sampling(*arguments: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("warn")
-        return sample(*arguments)
+    def launching(plan: Any) -> Any:
+        nonlocal num_launches
+        num_launches += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
-    def executing(plan: Any) -> Any:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return execute(plan)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-                num_waits.append(sum("called a synchronizing" in str(one.message) for one in caught))
-
-    monkeypatch.setattr(runner.sampler, "sample", sampling)
-    monkeypatch.setattr(runner, "execute", executing)
+    monkeypatch.setattr(watched.runner, "launch", launching)
     run(watched, prompts()[4:8], params)
-    decodes = num_waits[1:]
-    assert len(decodes) > 5
-    assert max(decodes) <= 1
+    assert num_launches > 5
 
 
 # Sizes, memory, options
