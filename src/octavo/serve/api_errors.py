@@ -146,7 +146,7 @@ def describe_validation(errors: Sequence[Any]) -> ApiError:
             return ApiError(400, "the body is empty; expected a JSON object")
         got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown(error.get('input'))}"
         if isinstance(error.get("input"), bytes) and not where:
-            return ApiError(400, "the body is not JSON; send it with the header Content-Type: application/json")
+            return ApiError(400, "the body is not JSON; its Content-Type should be application/json")
         if error["type"] == "extra_forbidden":
             what = "this field is not known"
         param = param or where or None
