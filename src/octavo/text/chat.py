@@ -86,6 +86,14 @@ def render_chat(
     return _cut_at_tag(rendered, final_text) if continue_final_message else rendered
 
 
+def template_variables(tokenizer: Tokenizer) -> frozenset[str]:
+    """Names that the default chat template reads from outside; empty when there is none."""
+    from octavo.text.template import compile_template
+
+    source = tokenizer.chat_template
+    return frozenset() if source is None else compile_template(source).variables
+
+
 def _choose_template(tokenizer: Tokenizer, asked: str | None, has_tools: bool) -> str:
     templates = tokenizer.chat_templates
     if asked is not None:

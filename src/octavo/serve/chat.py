@@ -1,0 +1,263 @@
+"""POST /v1/chat/completions, streamed and not."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from octavo.errors import EngineError
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
+from octavo.serve.answer import (
+    Answer,
+    AnswerReader,
+    finish_reason,
+    new_id,
+    num_reasoning_tokens,
+    read_answer,
+)
+from octavo.serve.api_errors import ApiError
+from octavo.serve.chat_prompt import PreparedChat, prepare_chat
+from octavo.serve.chat_protocol import ChatRequest
+from octavo.serve.models import check_model
+from octavo.serve.response_parts import Usage, chat_logprobs, usage_of
+from octavo.serve.sse import event_stream, while_connected
+from octavo.serve.tools import Event
+
+if TYPE_CHECKING:
+    from octavo.serve.async_engine import AsyncEngine
+    from octavo.serve.generation import Generation
+    from octavo.serve.settings import ServeSettings
+    from octavo.text.tokenizer import Tokenizer
+
+router = APIRouter()
+
+_SCHEMA: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "The answer, or with `stream` its pieces as server-sent events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
+
+
+@router.post("/v1/chat/completions", tags=["chat"], responses=_SCHEMA)
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    engine: AsyncEngine = request.app.state.engine
+    settings: ServeSettings = request.app.state.settings
+    model = check_model(request, body.model)
+    return await while_connected(request, _respond(body, model, engine, settings))
+
+
+async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings: ServeSettings) -> Response:
+    chat = await prepare_chat(body, engine, settings)
+    writer = _Writer(body, chat, model, engine.tokenizer)
+    generation = engine.submit(
+        chat.prompt_token_ids,
+        chat.params,
+        request_id=writer.id,
+        prompt=chat.prompt,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        stream=bool(body.stream),
+    )
+    try:
+        if not body.stream:
+            return JSONResponse(writer.whole(await generation.result()))
+        await generation.accepted()
+    except BaseException:  # being cancelled included: the client has gone
+        generation.abort()
+        raise
+    return event_stream(writer.stream(generation), [generation], slow_reader_s=settings.slow_reader_s)
+
+
+class _Writer:
+    """Writes one request's answer, whole or in chunks."""
+
+    def __init__(self, body: ChatRequest, chat: PreparedChat, model: str, tokenizer: Tokenizer) -> None:
+        self.id = new_id("chatcmpl")
+        self._created = int(time.time())
+        self._model = model
+        self._body = body
+        self._format = chat.format
+        self._tokenizer = tokenizer
+        self._num_choices = chat.params.n
+
+    # Whole
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        for choice in output.outputs:
+            check_end(choice, output)
+        answers = [read_answer(choice, self._format, self._tokenizer) for choice in output.outputs]
+        num_reasoning = sum(answer.num_reasoning_tokens for answer in answers)
+        return {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": _message(answer),
+                    "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
+                    "finish_reason": answer.finish_reason,
+                }
+                for choice, answer in zip(output.outputs, answers, strict=True)
+            ],
+            "usage": self._usage(output, num_reasoning),
+        }
+
+    def _usage(self, output: RequestOutput, num_reasoning: int) -> Usage:
+        return usage_of([output], None if self._format.reasons is None else num_reasoning)
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None
+    ) -> dict[str, Any] | None:
+        if self._body.num_logprobs is None:
+            return None
+        entries = chat_logprobs(token_ids, logprobs or (), self._body.num_logprobs, self._tokenizer)
+        return {"content": entries, "refusal": None}
+
+    # Streamed
+
+    async def stream(self, generation: Generation) -> AsyncIterator[str]:
+        """The answer as chunks, each a JSON text."""
+        options = self._body.stream_options
+        has_usage = options is not None and bool(options.include_usage)
+        head = json.dumps(
+            {
+                "id": self.id,
+                "object": "chat.completion.chunk",
+                "created": self._created,
+                "model": self._model,
+            },
+            ensure_ascii=False,
+        )[:-1]
+        # With usage asked for, every other chunk says that it is not the one.
+        tail = ', "usage": null}' if has_usage else "}"
+        choices = [
+            _ChoiceStream(i, self._format.reader(), f'{head}, "choices": [{{"index": {i}, "delta": ', tail)
+            for i in range(self._num_choices)
+        ]
+        output: RequestOutput | None = None
+        async for chunk in generation:
+            output = chunk.output or output
+            if chunk.finish_reason in ("error", "abort"):
+                raise _ended_badly(chunk.finish_reason, output)
+            for text in choices[chunk.index].read(chunk, self._chunk_logprobs(chunk)):
+                yield text
+        if has_usage and output is not None:
+            num_reasoning = sum(
+                num_reasoning_tokens(choice.token_ids, choices[choice.index].reader, self._tokenizer)
+                for choice in output.outputs
+            )
+            usage = json.dumps(self._usage(output, num_reasoning))
+            yield f'{head}, "choices": [], "usage": {usage}}}'
+
+    def _chunk_logprobs(self, chunk: StreamChunk) -> list[Any] | None:
+        if self._body.num_logprobs is None:
+            return None
+        return list(
+            chat_logprobs(chunk.token_ids, chunk.logprobs or (), self._body.num_logprobs, self._tokenizer)
+        )
+
+
+class _ChoiceStream:
+    """The chunks of one choice: first its role, then what comes, and one chunk that says how it ended."""
+
+    def __init__(self, index: int, reader: AnswerReader, head: str, tail: str) -> None:
+        self.reader = reader
+        self._index = index
+        self._head = head
+        self._tail = tail
+        self._is_begun = False
+        self._num_calls = 0
+        self._logprobs: list[Any] = []
+
+    def read(self, chunk: StreamChunk, logprobs: list[Any] | None) -> list[str]:
+        """The chunks that this piece gives; `logprobs` of its tokens, when they are asked for."""
+        chunks = []
+        if not self._is_begun:
+            self._is_begun = True
+            chunks.append(self._chunk({"role": "assistant", "content": ""}))
+        # Text may be held back while its tokens are not: those wait for the next chunk that has text.
+        if logprobs is not None:
+            self._logprobs += logprobs
+        events = self.reader.push(chunk.text)
+        if chunk.finish_reason is not None:
+            events += self.reader.finish(is_cut=chunk.finish_reason == "length")
+        for event in events:
+            chunks.append(self._chunk(self._delta(event), self._take(logprobs)))
+        if chunk.finish_reason is not None:
+            reason = finish_reason(chunk.finish_reason, self.reader.num_calls > 0)
+            rest = self._take(logprobs) if self._logprobs else None
+            chunks.append(self._chunk({}, rest, reason))
+        return chunks
+
+    def _take(self, logprobs: list[Any] | None) -> list[Any] | None:
+        if logprobs is None:
+            return None
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event.kind:
+            case "content":
+                return {"content": event.text}
+            case "reasoning":
+                return {"reasoning_content": event.text}
+            case "tool_name":
+                self._num_calls += 1
+                call = {
+                    "index": self._num_calls - 1,
+                    "id": new_id("call"),
+                    "type": "function",
+                    "function": {"name": event.text, "arguments": ""},
+                }
+                return {"tool_calls": [call]}
+            case "tool_arguments":
+                call = {"index": self._num_calls - 1, "function": {"arguments": event.text}}
+                return {"tool_calls": [call]}
+
+    def _chunk(
+        self, delta: dict[str, Any], logprobs: list[Any] | None = None, reason: str | None = None
+    ) -> str:
+        shown = json.dumps(delta, ensure_ascii=False)
+        content = "null"
+        if logprobs is not None:
+            content = json.dumps({"content": logprobs, "refusal": None}, ensure_ascii=False)
+        end = "null" if reason is None else f'"{reason}"'
+        return f'{self._head}{shown}, "logprobs": {content}, "finish_reason": {end}}}]{self._tail}'
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in answer.calls
+        ]
+    return message
+
+
+def check_end(choice: CompletionOutput, output: RequestOutput) -> None:
+    """Raise what the client is told of a choice that did not end by itself or at its limit."""
+    if choice.finish_reason in ("error", "abort"):
+        raise _ended_badly(choice.finish_reason, output)
+
+
+def _ended_badly(reason: str, output: RequestOutput | None) -> Exception:
+    if reason == "abort":
+        return EngineError("the request was aborted")
+    return ApiError(500, (output and output.error) or "the engine failed at this request")
