@@ -1,0 +1,1 @@
+"""Octavo's kernels inside other people's engines. Nothing in Octavo imports this room."""

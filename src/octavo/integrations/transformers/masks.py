@@ -1,0 +1,116 @@
+"""The mask interface: lengths and left padding instead of a matrix, wherever that says the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from octavo.integrations.transformers import plan as plans
+
+logger = logging.getLogger("octavo")
+_said: set[str] = set()
+
+
+def say_once(message: str, level: int = logging.WARNING) -> None:
+    """Log a message, once in a process."""
+    if message not in _said:
+        _said.add(message)
+        logger.log(level, message)
+
+
+def octavo_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Tensor | None:
+    """A plan (see `plan.py`) where the mask is causal, perhaps with a window, and padding is at the ends.
+
+    Anything else becomes the dense mask that `sdpa` would get, and is computed by it. Arguments are those of
+    Transformers' `sdpa_mask`; `attention_mask` is (B, seen tokens) bool, True = not padding.
+
+    Padding on the right needs nothing: no real token sees what comes after it. Rows of padding get some
+    finite values of no meaning.
+    """
+    device = torch.device(device)
+
+    def dense() -> Tensor | None:
+        options["allow_is_causal_skip"] = False
+        make: Any = masking_utils.sdpa_mask
+        found: Tensor | None = make(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, device=device,
+            **options,
+        )  # fmt: skip
+        return found
+
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return dense()
+    is_understood, window = _causal_window(mask_function)
+    if not is_understood:
+        say_once("octavo: masks other than causal and sliding ones are made dense and computed by sdpa")
+        return dense()
+    num_keys = q_offset + q_length - kv_offset
+    leftpad = None
+    if attention_mask is not None:
+        seen = attention_mask[:, kv_offset : kv_offset + kv_length]
+        first = seen.int().argmax(-1)
+        if torch.compiler.is_compiling() or _is_capturing(device):
+            leftpad = first  # nothing may be read here: padding in the middle goes unseen
+        else:
+            last = seen.shape[1] - seen.flip(-1).int().argmax(-1)
+            total = seen.sum(-1)
+            at_the_ends = (total == last - first) | (total == 0)
+            # One wait for the device in a forward, which sdpa's mask takes, too.
+            is_at_the_ends, is_padded = torch.stack([at_the_ends.all(), first.any()]).tolist()
+            if not is_at_the_ends:
+                say_once("octavo: padding between tokens (was the prompt padded on the right?) goes to sdpa")
+                return dense()
+            leftpad = first if is_padded else None
+    if leftpad is None and isinstance(num_keys, int):
+        return plans.unpadded(batch_size, q_length, num_keys, kv_length, window, device)
+
+    count = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
+    cu_seqlens_k = (count * num_keys).to(torch.int32)
+    if leftpad is not None:
+        leftpad = leftpad.to(torch.int32)
+        cu_seqlens_k[1:] -= leftpad.cumsum(0, dtype=torch.int32)
+    max_keys = num_keys if isinstance(num_keys, int) else kv_length
+    plan = plans.Plan(count * q_length, cu_seqlens_k, leftpad, q_length, kv_length, max_keys, window)
+    return plans.as_mask(plan)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# What closures of these factories look like: the only way to read a window out of a mask function.
+_AND_CODE = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
+_WINDOW_CODE = masking_utils.sliding_window_overlay(1).__code__
+
+
+def _causal_window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
+    """(True, None) for a causal mask, (True, window) for a sliding one, (False, None) for any other."""
+    if mask_function is masking_utils.causal_mask_function:
+        return True, None
+    if getattr(mask_function, "__code__", None) is _AND_CODE:
+        parts = _free(mask_function, "mask_functions")
+        if len(parts) == 2 and parts[1] is masking_utils.causal_mask_function:
+            window = parts[0]
+            if getattr(window, "__code__", None) is _WINDOW_CODE:
+                return True, int(_free(window, "sliding_window"))
+    return False, None
+
+
+def _free(function: Any, name: str) -> Any:
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents

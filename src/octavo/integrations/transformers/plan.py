@@ -1,0 +1,177 @@
+"""What a forward's attention layers share: where each sequence's queries and keys are. No dense mask.
+
+A plan travels through a model as its attention mask: an int32 tensor (1, 1, 3, B + 1), which Transformers
+takes for a finished 4D mask and hands from layer to layer as it is::
+
+    row 0    prefix sums of the query lengths, B times the same
+    row 1    prefix sums of the key lengths, left padding not counted
+    row 2    left padding of each sequence; the last entry is not used
+
+What the host knows besides rides along as an attribute of that tensor. Where it gets lost (another device,
+`torch.compile`) the tensor itself is enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATTRIBUTE = "octavo_plan"
+
+
+class Plan:
+    """B sequences of `num_queries` rows over caches of `num_slots` tokens, of which some are used.
+
+    The last row stands on the last key. `window`: keys a row sees, itself included; None = all. `max_keys`:
+    an upper bound of the key lengths. The tensors are int32 on the device and are not changed.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        leftpad: Tensor | None,
+        num_queries: int,
+        num_slots: int,
+        max_keys: int,
+        window: int | None,
+        *,
+        is_causal: bool = True,
+        is_full: bool = False,
+    ) -> None:
+        self.cu_seqlens_q = cu_seqlens_q
+        self.cu_seqlens_k = cu_seqlens_k
+        self.leftpad = leftpad
+        self.num_queries = num_queries
+        self.num_slots = num_slots
+        self.max_keys = max_keys
+        self.window = window
+        self.is_causal = is_causal
+        self.is_full = is_full  # no padding, and every slot holds a key
+        self._runs: dict[int, Tensor] = {}
+        self._dense: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.cu_seqlens_q.shape[0] - 1
+
+    def first_rows(self, rows_apart: int) -> Tensor:
+        """(B, 1) int32: where each sequence's keys begin, in a cache with sequences that far apart."""
+        found = self._runs.get(rows_apart)
+        if found is None:
+            rows = torch.arange(self.batch, dtype=torch.int32, device=self.cu_seqlens_q.device) * rows_apart
+            found = (rows if self.leftpad is None else rows + self.leftpad)[:, None]
+            self._runs[rows_apart] = found
+        return found
+
+    def padded_cu_seqlens_k(self) -> Tensor:
+        """(B + 1,) int32: prefix sums of the key lengths, left padding counted."""
+        if self.leftpad is None:
+            return self.cu_seqlens_k
+        padding = torch.zeros_like(self.cu_seqlens_k)
+        torch.cumsum(self.leftpad, 0, dtype=torch.int32, out=padding[1:])
+        return self.cu_seqlens_k + padding
+
+    def dense(self) -> Tensor:
+        """(B, 1, Q, T) bool, True = sees. For attention functions of others; one for all layers."""
+        if self._dense is None:
+            device = self.cu_seqlens_q.device
+            first = self.leftpad if self.leftpad is not None else self.cu_seqlens_q.new_zeros(self.batch)
+            ends = self.cu_seqlens_k.diff() + first
+            rows = torch.arange(self.num_queries, dtype=torch.int32, device=device)
+            keys = torch.arange(self.num_slots, dtype=torch.int32, device=device)
+            own = (ends - self.num_queries)[:, None, None] + rows[:, None]  # (B, Q, 1): the row's own key
+            sees = (keys >= first[:, None, None]) & (keys < ends[:, None, None])
+            if self.is_causal:
+                sees = sees & (keys <= own)
+            if self.window is not None:
+                sees = sees & (keys > own - self.window)
+            self._dense = sees[:, None]
+        return self._dense
+
+
+def as_rows(plan: Plan) -> Tensor:
+    """The plan's tensor."""
+    rows = plan.cu_seqlens_q.new_zeros((1, 1, 3, plan.batch + 1))
+    rows[0, 0, 0] = plan.cu_seqlens_q
+    rows[0, 0, 1] = plan.cu_seqlens_k
+    if plan.leftpad is not None:
+        rows[0, 0, 2, :-1] = plan.leftpad
+    return rows
+
+
+def as_mask(plan: Plan) -> Tensor:
+    """The plan as what goes through the model."""
+    rows = as_rows(plan)
+    if not torch.compiler.is_compiling():
+        setattr(rows, _ATTRIBUTE, plan)
+    return rows
+
+
+def is_plan(mask: Any) -> bool:
+    """Whether an attention mask is a plan."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] == 3
+
+
+def of_mask(
+    mask: Tensor, num_queries: int, num_slots: int, window: int | None, is_causal: bool = True
+) -> Plan:
+    """The plan that travels as `mask`; the other arguments are for one that has lost its attribute."""
+    if not torch.compiler.is_compiling():
+        found: Plan | None = getattr(mask, _ATTRIBUTE, None)
+        if found is not None:
+            return found
+    return from_rows(mask, num_queries, num_slots, window, is_causal)
+
+
+def from_rows(
+    mask: Tensor, num_queries: int, num_slots: int, window: int | None, is_causal: bool = True
+) -> Plan:
+    """The plan in the tensor's own rows."""
+    rows = mask[0, 0]
+    return Plan(
+        rows[0], rows[1], rows[2, :-1], num_queries, num_slots, num_slots, window, is_causal=is_causal
+    )
+
+
+def unpadded(
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    num_slots: int,
+    window: int | None,
+    device: torch.device,
+    is_causal: bool = True,
+) -> Tensor:
+    """The plan, as a mask, of a batch without padding whose lengths the host knows."""
+    facts = batch, num_queries, num_keys, num_slots, window, device, is_causal
+    # Memory made under a graph's capture is the graph's; tensors made in inference mode stay in it.
+    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return _unpadded(*facts, torch.is_inference_mode_enabled())
+    return _kept_unpadded(*facts, torch.is_inference_mode_enabled())
+
+
+def _unpadded(
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    num_slots: int,
+    window: int | None,
+    device: torch.device,
+    is_causal: bool,
+    is_inference: bool,
+) -> Tensor:
+    count = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    lens = count * num_queries, count * num_keys
+    plan = Plan(
+        *lens, None, num_queries, num_slots, num_keys, window,
+        is_causal=is_causal, is_full=num_keys == num_slots,
+    )  # fmt: skip
+    return as_mask(plan)
+
+
+_kept_unpadded = functools.lru_cache(maxsize=16)(_unpadded)
