@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from octavo.serve.api_errors import ApiError
-from octavo.serve.protocol import MAX_TOP_LOGPROBS, Body, Count, GenerationFields, unsupported
+from octavo.serve.protocol import MAX_TOP_LOGPROBS, Body, Count, GenerationFields, is_list, unsupported
 
 
 class TextPart(Body):
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: Any = Field(None, description="Accepted, and without effect.")
+    prompt_cache_breakpoint: Any = Field(default=None, description="Accepted, and without effect.")
 
 
 class RefusalPart(Body):
@@ -24,16 +24,24 @@ class RefusalPart(Body):
     refusal: str
 
 
+Content = Annotated[
+    Annotated[str, Tag("(text)")]
+    | Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Tag("(list)")],
+    Discriminator(is_list),
+]
+
+
 class FunctionCall(Body):
     name: str
     arguments: str = Field(description="JSON, as the model wrote it.")
+    parsed_arguments: Any = Field(default=None, description="What the client's parse() adds; without effect.")
 
 
 class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = Field(None, description="Left over from a stream's delta; without effect.")
+    index: int | None = Field(default=None, description="Left over from a stream's delta; without effect.")
 
 
 class Message(Body):
@@ -43,24 +51,26 @@ class Message(Body):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = Field(None, description="Another name of `reasoning_content`.")
+    reasoning: str | None = Field(default=None, description="Another name of `reasoning_content`.")
     refusal: str | None = None
-    annotations: Any = Field(None, description="Accepted, and without effect.")
+    annotations: Any = Field(default=None, description="Accepted, and without effect.")
     audio: unsupported("send text") = None  # type: ignore[valid-type]
     function_call: unsupported("use tool_calls") = None  # type: ignore[valid-type]
-    parsed: Any = Field(None, description="What the client's parse() adds; without effect.")
+    parsed: Any = Field(default=None, description="What the client's parse() adds; without effect.")
 
 
 class FunctionDefinition(Body):
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; no parameters if left out.")
-    strict: bool | None = Field(None, description="Calls keep to `parameters` in every case.")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="A JSON schema; no parameters if left out."
+    )
+    strict: bool | None = Field(default=None, description="Calls keep to `parameters` in every case.")
 
 
 class Tool(Body):
@@ -87,7 +97,17 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice
+def _kind_of_choice(value: object) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return {"function": "(function)", "allowed_tools": "(allowed)"}.get(str(kind), "(word)")
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("(word)")]
+    | Annotated[NamedTool, Tag("(function)")]
+    | Annotated[AllowedToolChoice, Tag("(allowed)")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class ChatRequest(GenerationFields):
@@ -101,12 +121,14 @@ class ChatRequest(GenerationFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(
-        None, max_length=32, description="For templates that read it; `none` turns enable_thinking off."
+        default=None,
+        max_length=32,
+        description="For templates that read it; `none` turns enable_thinking off.",
     )
     modalities: list[Literal["text"]] | None = None
     # Extensions.
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description='Variables of the chat template, such as {"enable_thinking": false}.'
+        default=None, description='Variables of the chat template, such as {"enable_thinking": false}.'
     )
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None

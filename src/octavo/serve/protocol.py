@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from octavo.errors import shown
@@ -32,6 +32,13 @@ class Body(BaseModel):
     """The base of every JSON object that a client sends."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def is_list(value: object) -> str:
+    """Tells a field that is a text or a list apart before it is read, so that an error is about one of them.
+    (A tag in brackets is left out where the message says which field it is.)
+    """
+    return "(list)" if isinstance(value, list) else "(text)"
 
 
 def unsupported(way_out: str) -> Any:
@@ -82,24 +89,29 @@ LogitBias = Annotated[
     Field(description="Token id (as a string) to a value from -100 to 100 that is added to its logit."),
 ]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop = Annotated[
+    Annotated[StopText, Tag("(text)")]
+    | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("(list)")],
+    Discriminator(is_list),
+]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(
-        None, description="Send one more chunk, with the usage and no choices, before `[DONE]`."
+        default=None, description="Send one more chunk, with the usage and no choices, before `[DONE]`."
     )
     include_obfuscation: bool | None = Field(
-        None, description="Accepted, and without effect: chunks are never padded with random text."
+        default=None, description="Accepted, and without effect: chunks are never padded with random text."
     )
 
 
 class JsonSchemaFormat(Body):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="Without effect: the schema is always kept.")
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, description="Without effect: the schema is always kept.")
 
 
 class ResponseFormat(Body):
@@ -112,35 +124,37 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """An extension: what the answer must look like; exactly one field."""
 
-    json_: dict[str, Any] | bool | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_: dict[str, Any] | bool | str | None = Field(
+        default=None, alias="json", description="A JSON schema."
+    )
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1, description="One of these texts.")
-    grammar: str | None = Field(None, description="A grammar in llguidance's Lark syntax.")
+    choice: list[str] | None = Field(default=None, min_length=1, description="One of these texts.")
+    grammar: str | None = Field(default=None, description="A grammar in llguidance's Lark syntax.")
 
 
 class SamplingFields(Body):
     """How tokens are chosen: what chat, completions and responses have in common, extensions included."""
 
-    model: str | None = Field(None, description="One of /v1/models; the served model when left out.")
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    model: str | None = Field(default=None, description="One of /v1/models; the served model when left out.")
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
     stream: bool | None = None
     # Extensions, by the names that vLLM gave them.
     top_k: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0)
     min_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
+    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = Field(
-        None, max_length=1024, description="Prompts share cached K/V only under the same salt."
+        default=None, max_length=1024, description="Prompts share cached K/V only under the same salt."
     )
-    priority: Int64 | None = Field(None, description="Lower runs first; 0 when left out.")
+    priority: Int64 | None = Field(default=None, description="Lower runs first; 0 when left out.")
 
     @property
     def limit(self) -> int | None:
@@ -156,13 +170,13 @@ class SamplingFields(Body):
 class GenerationFields(SamplingFields, IgnoredFields):
     """What chat and completions have in common."""
 
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: LogitBias | None = None
     max_tokens: Count | None = None
     n: Count | None = None
     seed: Int64 | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
@@ -178,10 +192,28 @@ class GenerationFields(SamplingFields, IgnoredFields):
         return self.max_tokens
 
 
+def _kind_of_prompt(value: object) -> str:
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, list):
+        return "(lists of ids)"
+    if isinstance(first, int):
+        return "(ids)"
+    return "(texts)" if isinstance(value, list) else "(text)"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("(text)")]
+    | Annotated[list[str], Field(min_length=1), Tag("(texts)")]
+    | Annotated[list[int], Tag("(ids)")]
+    | Annotated[list[list[int]], Tag("(lists of ids)")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class CompletionRequest(GenerationFields):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: unsupported("ask for n and choose among them") = None  # type: ignore[valid-type]
