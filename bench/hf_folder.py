@@ -37,7 +37,7 @@ def write_hf_folder(source: ModelSource, folder: Path) -> None:
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta,
         "hidden_act": "silu",
         "tie_word_embeddings": "lm_head.weight" not in tensors,

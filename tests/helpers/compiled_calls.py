@@ -20,6 +20,8 @@ from torch import Tensor
 from octavo.kernels import (
     apply_rotary,
     flash_attn_varlen_func,
+    grouped_linear,
+    pack_experts,
     rms_norm,
     rotate_and_write_kv_cache,
     silu_and_mul,
@@ -90,6 +92,14 @@ def rotary(head_dim: int) -> Call:
     return lambda: apply_rotary(q, q.clone(), torch.zeros(64, head_dim), positions)
 
 
+def experts(num_rows: int, width: int, depth: int, dtype: torch.dtype = BF16, num: int = 128) -> Call:
+    weights = pack_experts([torch.zeros(width, depth, dtype=dtype)] * num, num, "dense")
+    x, rows = torch.zeros(num_rows, depth, dtype=dtype), torch.arange(num_rows)
+    offsets = torch.full((num + 1,), num_rows, dtype=torch.int32)
+    offsets[0] = 0
+    return lambda: grouped_linear(x, weights, offsets, sources=rows, targets=rows, scale=torch.ones(num_rows))
+
+
 def draw(num_rows: int) -> Call:
     def filled(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype)
@@ -118,6 +128,8 @@ SOME: dict[str, Call] = {
     "prefill 16/8/128 fp8": attend(*LONG, cache_dtype=FP8),
     "write 8x128": write(8, 128),
     "norm 2048": norm(2048, 4096),
+    "experts 128x1536x2048 few": experts(64, 1536, 2048),
+    "experts 128x1536x2048 many": experts(128 * 100, 1536, 2048),
     "sample 64": draw(64),
 }
 ALL: dict[str, Call] = SOME | {
@@ -145,6 +157,10 @@ ALL: dict[str, Call] = SOME | {
     "norm 1024 few": norm(1024, 8),
     "rotary 128": rotary(128),
     "silu 3072": lambda: silu_and_mul(torch.zeros(4096, 6144, dtype=BF16)),
+    "experts 128x2048x768 some": experts(128 * 32, 2048, 768),
+    "experts 128x2048x768 more": experts(128 * 64, 2048, 768),
+    "experts 8x2880x4000 many": experts(8 * 128, 2880, 4000, num=8),
+    "experts 8x64x128 fp32": experts(8 * 128, 64, 128, FP32, num=8),
     "sample 1": draw(1),
     "sample 256": draw(256),
 }

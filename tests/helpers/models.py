@@ -13,11 +13,15 @@ from octavo.cache.storage import LayerCache
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.models.registry import LoadedModel
 
-CLASSES = {
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 TINY = {
     "hidden_size": 48,
@@ -30,23 +34,40 @@ TINY = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+TINY_OF: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 6,
+        "n_positions": 64,
+        "n_inner": None,
+        "vocab_size": 101,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "mixtral": {**TINY, "num_local_experts": 5},
+    "qwen2_moe": {**TINY, **EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**TINY, **EXPERTS},
+}
+"""Configs of architectures that have more, or other, keys than `TINY`."""
 
 
 def tiny_hf_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
     """A random float32 Transformers model of that type, with weights large enough for all parts to matter."""
     config_class, model_class = CLASSES[model_type]
-    config = config_class(**{**TINY, **overrides}, attn_implementation="eager")
+    config = config_class(**{**TINY_OF.get(model_type, TINY), **overrides}, attn_implementation="eager")
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
                 parameter.copy_(1 + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
             else:
-                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
     return model
 
 

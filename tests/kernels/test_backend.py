@@ -51,7 +51,7 @@ class Working:
         raise RuntimeError("illegal instruction")
 
     varlen_attention = write_kv_cache = rotate_and_write_kv_cache = _broken
-    rms_norm = apply_rotary = sample = _broken
+    rms_norm = apply_rotary = sample = grouped_linear = _broken
 
 
 def test_the_compiled_kernels_run_here_and_are_chosen() -> None:
@@ -60,6 +60,7 @@ def test_the_compiled_kernels_run_here_and_are_chosen() -> None:
         assert {kernel: backend.implementation_of(kernel) for kernel in COMPILED_FOR_CPU} == dict.fromkeys(
             COMPILED_FOR_CPU, "cpu"
         )
+        assert backend.implementation_of("grouped_linear") == "cpu"  # in float32 alone, as its weights are
 
 
 @pytest.fixture

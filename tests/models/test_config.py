@@ -9,7 +9,7 @@ import pytest
 
 from octavo.errors import ModelError
 from octavo.models.config import ModelConfig, load_config
-from octavo.models.dense import tensor_shapes
+from octavo.models.decoder import tensor_shapes
 from octavo.models.source import ModelSource
 
 BASE: dict[str, Any] = {
@@ -137,16 +137,16 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
     [
         (
             {"model_type": "lama"},
-            r"unknown model_type 'lama' \(did you mean 'llama'\?\); known: llama, mistral, qwen2, qwen3",
+            r"unknown model_type 'lama' \(did you mean 'llama'\?\); known: gpt2, llama, mistral,",
         ),
-        ({"model_type": "qwen3_moe"}, "unknown model_type 'qwen3_moe'"),
+        ({"model_type": "deepseek_v3"}, "unknown model_type 'deepseek_v3'"),
         ({"model_type": None}, "model_type is missing"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; known: silu"),
         (
             {"quantization_config": {"quant_method": "awq"}},
             r"quantization_config \(method 'awq'\) is not supported",
         ),
-        ({"num_local_experts": 8}, "num_local_experts = 8: mixture-of-experts models are not supported"),
+        ({"num_local_experts": 8}, "num_local_experts = 8: experts in model_type 'llama' are not supported"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             "architectures names 'LlamaForSequenceClassification'",
@@ -224,8 +224,8 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
         ({"rope_parameters": {"rope_type": "linear", "factor": 1e300}}, "factor must be from 1 to 134217728"),
         ({"hidden_act": None}, "hidden_act None is not supported; known: silu"),
         ({"hidden_act": ""}, "hidden_act '' is not supported"),
-        ({"rms_norm_eps": -1}, "rms_norm_eps must be above 0, got -1"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0, got 0"),
+        ({"rms_norm_eps": -1}, "the epsilon of the norms must be above 0, got -1"),
+        ({"rms_norm_eps": 0}, "the epsilon of the norms must be above 0, got 0"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number, got 1000"),
         ({"architectures": ""}, "architectures must be a list of names, got ''"),
         ({"architectures": []}, r"architectures must be a list of names, got \[\]"),
@@ -250,7 +250,7 @@ def test_what_is_wrong_or_unsupported_is_named(changes: dict[str, Any], message:
 
 def test_the_base_of_those_errors_is_a_good_config() -> None:
     config = config_of()
-    assert (config.num_layers, config.rms_norm_eps, config.tie_word_embeddings) == (4, 1e-6, None)
+    assert (config.num_layers, config.norm_eps, config.tie_word_embeddings) == (4, 1e-6, None)
     assert config.dtype is None
     assert config_of(dtype="float8_e4m3fn").dtype is None
     assert config_of(torch_dtype="bfloat16").dtype == "bfloat16"

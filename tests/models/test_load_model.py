@@ -161,7 +161,7 @@ def test_weights_that_a_device_has_no_room_for(bare: str, monkeypatch: pytest.Mo
     def run_out(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("octavo.models.dense.DenseCausalLM", run_out)
+    monkeypatch.setattr("octavo.models.decoder.DecoderCausalLM", run_out)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**30))
     expected = (
         r"the weights of .*bare' take [\d.]+ KiB in bfloat16, and meta has 1 GiB, of which 1 MiB were left "
@@ -225,13 +225,13 @@ import json, resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from octavo.models import dense
+from octavo.models import decoder
 from octavo.models.config import ModelConfig
 folder = Path(sys.argv[1])
 hf = {{**{CONFIG!r}, **{shape!r}}}
 if sys.argv[2] == "write":
     (folder / "config.json").write_text(json.dumps(hf))
-    shapes = dict(dense.tensor_shapes(ModelConfig.from_hf(hf)))
+    shapes = dict(decoder.tensor_shapes(ModelConfig.from_hf(hf)))
     save_file({{name: torch.zeros(shape) for name, shape in shapes.items()}}, folder / "model.safetensors")
 else:
     from octavo.models.registry import load_model

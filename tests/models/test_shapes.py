@@ -64,12 +64,17 @@ def test_latent_attention_keeps_one_vector() -> None:
         ({"model_type": "mistral", "sliding_window": None}, None),
         ({"model_type": "llama", "sliding_window": 9}, None),
         *((more | {"model_type": qwen, "sliding_window": 9}, windows)
-          for qwen in ("qwen2", "qwen3", "qwen3_moe")
+          for qwen in ("qwen2", "qwen3")
           for more, windows in (
               ({}, None),
               ({"use_sliding_window": False}, None),
               ({"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 9)),
           )),
+        ({"model_type": "qwen3_moe", "sliding_window": 9}, None),
+        ({"model_type": "qwen3_moe", "sliding_window": 9, "use_sliding_window": True}, (9, 9, 9, 9)),
+        ({"model_type": "qwen2_moe", "sliding_window": 9}, None),
+        ({"model_type": "mixtral"}, None),
+        ({"model_type": "mixtral", "sliding_window": 9}, (9, 9, 9, 9)),
         ({"sliding_window": 9}, (9, 9, 9, 9)),
         ({"model_type": "gemma2", "sliding_window": 9}, (9, None, 9, None)),
         ({"model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 3}, (9, 9, None, 9)),

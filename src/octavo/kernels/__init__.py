@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from octavo.kernels.activation import silu_and_mul
 from octavo.kernels.attention import flash_attn_varlen_func
+from octavo.kernels.grouped_linear import PackedExperts, grouped_linear, pack_experts
 from octavo.kernels.kv_write import write_kv_cache
 from octavo.kernels.kvcache import flash_attn_with_kvcache
 from octavo.kernels.linear import PackedWeight, embedding, linear, pack_weight
@@ -22,12 +23,15 @@ from octavo.kernels.sampling import sample
 from octavo.kernels.triton.warm_up import warm_up
 
 __all__ = [
+    "PackedExperts",
     "PackedWeight",
     "apply_rotary",
     "embedding",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "grouped_linear",
     "linear",
+    "pack_experts",
     "pack_weight",
     "rms_norm",
     "rotate_and_write_kv_cache",

@@ -225,7 +225,8 @@ def _pack_int8(weight: Tensor, shape: tuple[int, int]) -> PackedWeight:
 
 
 @functools.cache
-def _zeros() -> Tensor:
+def zeros() -> Tensor:
+    """A panel of zeros: what the compiled kernels begin with where there is no bias."""
     return torch.zeros(host.vector_shape().panel)
 
 
@@ -249,7 +250,7 @@ def _linear_packed(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
         0 if w.scales is None else w.scales.data_ptr(),
         GROUP,
         0 if bias is None else bias.data_ptr(),
-        _zeros().data_ptr(),
+        zeros().data_ptr(),
         out.data_ptr(),
         max(1, panels // _TASKS),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels.grouped_linear import pack_experts
 from octavo.kernels.linear import Form, pack_weight
 from octavo.kernels.linear import linear as packed_linear
 from octavo.kernels.reference.quantization import quantise
@@ -218,6 +219,19 @@ def _activation(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     return [kernel(draw(3, 2 * 37))]
 
 
+def _grouped(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    """Groups of many rows, none and one, in order and from anywhere to anywhere."""
+    form: Form = "float32" if draw.run == torch.float32 and draw.device.type == "cpu" else "dense"
+    weights = pack_experts(draw(4, 37, 72, seed=1) * 0.1, 4, form)
+    offsets, scale = draw.int32(0, 17, 17, 18, 23), draw.place(torch.linspace(-1.0, 1.0, 23))
+    mixed = draw.int64(*(7 * i % 23 for i in range(23)))
+    x = draw(23, 72)
+    return [
+        kernel(x, weights, offsets, None, None, None),
+        kernel(x[:9].contiguous(), weights, offsets, mixed % 9, mixed, scale),
+    ]
+
+
 CASES: dict[str, Case] = {
     "varlen_attention": _attention,
     "write_kv_cache": _write,
@@ -225,6 +239,7 @@ CASES: dict[str, Case] = {
     "rms_norm": _norm,
     "apply_rotary": _rotary,
     "silu_and_mul": _activation,
+    "grouped_linear": _grouped,
     "sample": _sample,
 }
 # Kernels that meet quantised caches, and how far off one step of those may bring them.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from octavo.cache.storage import LayerCache
-from octavo.kernels import flash_attn_varlen_func, rotate_and_write_kv_cache
+from octavo.kernels import flash_attn_varlen_func, rotate_and_write_kv_cache, write_kv_cache
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
@@ -17,8 +17,9 @@ class Attention:
     """One layer's attention, for H query heads, KVH key and value heads (KVH divides H) of D features.
 
     `qkv` is the fused projection (rows: all q heads, all k heads, all v heads); `rope_table` is
-    (positions, rotary_dim) float32, shared by all layers. `q_norm` and `k_norm` act on each head before rope
-    (Qwen3). `sliding_window` is the number of keys a token sees, itself included; None = all.
+    (positions, rotary_dim) float32, shared by all layers; None where nothing is turned. `q_norm` and `k_norm`
+    act on each head before rope (Qwen3). `sliding_window` is the number of keys a token sees,
+    itself included; None = all.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Attention:
         head_dim: int,
         qkv: Linear,
         output: Linear,
-        rope_table: torch.Tensor,
+        rope_table: torch.Tensor | None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         sliding_window: int | None = None,
@@ -63,19 +64,22 @@ class Attention:
         qkv = self.qkv(x).view(num_tokens, self.num_heads_in_all, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         k_cache, v_cache, k_scale, v_scale = kv_cache
-        q = rotate_and_write_kv_cache(
-            q,
-            k,
-            v,
-            self.rope_table,
-            positions,
-            k_cache,
-            v_cache,
-            meta.slot_mapping,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            **self.norms,
-        )
+        if self.rope_table is None:
+            write_kv_cache(k, v, k_cache, v_cache, meta.slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        else:
+            q = rotate_and_write_kv_cache(
+                q,
+                k,
+                v,
+                self.rope_table,
+                positions,
+                k_cache,
+                v_cache,
+                meta.slot_mapping,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                **self.norms,
+            )
         attended = flash_attn_varlen_func(
             q,
             k_cache,

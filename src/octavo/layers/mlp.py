@@ -1,8 +1,9 @@
-"""The gated feed-forward layer of Llama-like models."""
+"""Feed-forward layers: the gated one of Llama-like models, the plain one of GPT-2."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from octavo.kernels import silu_and_mul
 from octavo.layers.linear import Linear
@@ -20,3 +21,17 @@ class GatedMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, hidden) -> (T, hidden)."""
         return self.down(silu_and_mul(self.gate_up(x)))
+
+
+class GeluMLP:
+    """down(gelu(up(x))), the GELU in its tanh form."""
+
+    __slots__ = ("down", "up")
+
+    def __init__(self, up: Linear, down: Linear) -> None:
+        self.up = up
+        self.down = down
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, hidden) -> (T, hidden)."""
+        return self.down(functional.gelu(self.up(x), approximate="tanh"))

@@ -1,8 +1,9 @@
-"""RMS normalisation, alone or with the residual stream added first."""
+"""Normalisation: RMS, alone or with the residual stream added first, and layer norm."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from octavo.kernels import rms_norm
 
@@ -22,3 +23,17 @@ class RMSNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual)."""
         return rms_norm(x, self.weight, self.eps, residual=residual)
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; weight, bias (K,)."""
+
+    __slots__ = ("bias", "eps", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

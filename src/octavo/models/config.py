@@ -29,22 +29,54 @@ _SIZES = (
 )
 _MAX_POSITIONS = 2**27  # a rope table of tens of GB; more is a mistake in the file
 # Hugging Face `model_type` -> the module of this package that reads its config.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The layers that have experts in place of one feed-forward layer.
+
+    `layers` tells for each layer of the model whether it is one. A token goes to `num_per_token` of
+    `num_experts` experts of `intermediate_size`; `normalised`: their weights are divided by their sum.
+    `shared_size` is the intermediate size of an expert that every token goes to, 0 where there is none.
+    """
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    normalised: bool
+    shared_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_per_token", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ModelError(
+                    f"config: {name} of the experts must be at least 1, got {getattr(self, name)}"
+                )
+        if self.num_per_token > self.num_experts:
+            raise ModelError(
+                f"config: num_experts_per_tok ({self.num_per_token}) must be at most the number of experts "
+                f"({self.num_experts})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a dense decoder.
+    """The shape of a decoder.
 
-    `max_position_embeddings` is the length the config states (the default context of the engine);
-    `rope.num_positions` is the longest one that rope scaling allows. `attention_bias` is the bias of q,
-    k and v, `attention_output_bias` that of the output projection. `sliding_window` has one entry per
-    layer: the number of keys a token sees, itself included, or None for all. `tie_word_embeddings` is
-    what the config says (None: nothing); what holds is decided by what is in the checkpoint. `dtype` is
-    the one the checkpoint is stored in; None where the config does not say, or it is no float dtype.
+    `network` is the module of this package that builds it. `max_position_embeddings` is the length the
+    config states (the default context of the engine); `rope.num_positions` is the longest one that rope
+    scaling allows; `rope.rotary_dim` is 0 for a model that learned its positions. `norm_eps` is that of
+    every norm. `attention_bias` is the bias of q, k and v, `attention_output_bias` that of the output
+    projection. `sliding_window` has one entry per layer: the number of keys a token sees, itself included,
+    or None for all. `experts` is None for a model without. `tie_word_embeddings` is what the config says
+    (None: nothing); what holds is decided by what is in the checkpoint. `dtype` is the one the checkpoint is
+    stored in; None where the config does not say, or it is no float dtype.
     """
 
     model_type: str
+    network: str = "decoder"
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -53,7 +85,7 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     rope: RopeConfig
     attention_bias: bool = False
     attention_output_bias: bool = False
@@ -61,21 +93,22 @@ class ModelConfig:
     qk_norm: bool = False
     tie_word_embeddings: bool | None = None
     sliding_window: tuple[int | None, ...]
+    experts: ExpertsConfig | None = None
     dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ModelError(f"config: {name} must be at least 1, got {getattr(self, name)}")
-        if not self.rms_norm_eps > 0:
-            raise ModelError(f"config: rms_norm_eps must be above 0, got {self.rms_norm_eps:g}")
+        if not self.norm_eps > 0:
+            raise ModelError(f"config: the epsilon of the norms must be above 0, got {self.norm_eps:g}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"config: num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
                 f"({self.num_kv_heads})"
             )
         rotary_dim = self.rope.rotary_dim
-        if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > self.head_dim:
+        if self.network == "decoder" and (rotary_dim < 2 or rotary_dim % 2 or rotary_dim > self.head_dim):
             raise ModelError(
                 f"config: the rotary dimension must be even and from 2 to head_dim ({self.head_dim}), "
                 f"got {rotary_dim}"

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from octavo.errors import ModelError, nearest, shown
 from octavo.layers.rope_config import RopeConfig, RopeType
-from octavo.models.config import ModelConfig
+from octavo.models.config import ExpertsConfig, ModelConfig
 
 ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
 _ROPE_KEYS = frozenset(
@@ -57,6 +57,14 @@ class HFConfig:
     def keys(self) -> set[str]:
         return {key for key, value in self._values.items() if value is not None}
 
+    def renamed(self, names: Mapping[str, str]) -> HFConfig:
+        """The same config with these keys under other names, unless it has those already."""
+        values = dict(self._values)
+        for old, new in names.items():
+            if new not in values and old in values:
+                values[new] = values[old]
+        return HFConfig(values, self._where)
+
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -92,7 +100,7 @@ class HFConfig:
         return ModelError(f"{self._where}: {key} must be {expected}, got {shown(value)}")
 
 
-def dense_config(
+def decoder_config(
     hf: HFConfig,
     *,
     max_position_embeddings: int,
@@ -102,13 +110,17 @@ def dense_config(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     sliding_window: tuple[int | None, ...] | None = None,
+    experts: ExpertsConfig | None = None,
 ) -> ModelConfig:
-    """The part of the config that all dense decoders share; the arguments are what an architecture decides.
+    """The part of the config that most decoders share; the arguments are what an architecture decides.
 
     `max_position_embeddings` and `head_dim` are that architecture's defaults; without a default head_dim
     it is hidden_size / num_attention_heads.
     """
-    _refuse_unsupported(hf)
+    refuse_unsupported(hf)
+    check_activation(hf, "hidden_act", "silu")
+    if experts is None:
+        _refuse_experts(hf)
     hidden_size = hf.integer("hidden_size")
     num_heads = hf.integer("num_attention_heads")
     num_layers = number_of_layers(hf)
@@ -134,7 +146,7 @@ def dense_config(
         head_dim=head_dim,
         vocab_size=hf.integer("vocab_size"),
         max_position_embeddings=max_positions,
-        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
+        norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=read_rope(hf, head_dim, max_positions),
         attention_bias=attention_bias,
         attention_output_bias=attention_output_bias,
@@ -142,7 +154,8 @@ def dense_config(
         qk_norm=qk_norm,
         tie_word_embeddings=None if tie is None else hf.flag("tie_word_embeddings", False),
         sliding_window=sliding_window or (None,) * num_layers,
-        dtype=_checkpoint_dtype(hf),
+        experts=experts,
+        dtype=checkpoint_dtype(hf),
     )
 
 
@@ -153,15 +166,30 @@ def number_of_layers(hf: HFConfig) -> int:
     return num_layers
 
 
-def _checkpoint_dtype(hf: HFConfig) -> str | None:
+def checkpoint_dtype(hf: HFConfig) -> str | None:
     name = str(hf.get("dtype") or hf.get("torch_dtype")).removeprefix("torch.")
     return name if name in ("float32", "bfloat16", "float16") else None
 
 
-def _refuse_unsupported(hf: HFConfig) -> None:
-    act = hf.get("hidden_act")
-    if hf.states("hidden_act") and act != "silu":
-        raise ModelError(f"config: hidden_act {shown(act)} is not supported; known: silu")
+def check_activation(hf: HFConfig, key: str, known: str) -> None:
+    """ModelError unless the activation that `key` names is the known one, which is also the default."""
+    act = hf.get(key)
+    if hf.states(key) and act != known:
+        raise ModelError(f"config: {key} {shown(act)} is not supported; known: {known}")
+
+
+def _refuse_experts(hf: HFConfig) -> None:
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if key in hf and hf.integer(key) > 1:
+            raise ModelError(
+                f"config: {key} = {hf.get(key)}: experts in model_type {shown(hf.get('model_type'))} are not "
+                "supported; known with experts: mixtral, qwen2_moe, qwen3_moe"
+            )
+
+
+def refuse_unsupported(hf: HFConfig, heads: tuple[str, ...] = ()) -> None:
+    """ModelError for what no architecture here has: quantised weights, heads other than a language model's
+    (...ForCausalLM, or one of `heads`)."""
     if "quantization_config" in hf:
         quantization = hf.get("quantization_config")
         method = (
@@ -172,20 +200,40 @@ def _refuse_unsupported(hf: HFConfig) -> None:
             "unquantised safetensors and GGUF files; take the original checkpoint and Octavo's own "
             "quantization option"
         )
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if key in hf and hf.integer(key) > 1:
-            raise ModelError(f"config: {key} = {hf.get(key)}: mixture-of-experts models are not supported")
     if "architectures" not in hf:
         return
     architectures = hf.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelError(f"config: architectures must be a list of names, got {shown(architectures)}")
     for name in architectures:
-        if not str(name).endswith("ForCausalLM"):
+        if name not in heads and not str(name).endswith("ForCausalLM"):
             raise ModelError(
                 f"config: architectures names {shown(name)}; only language models (...ForCausalLM) are "
                 "supported"
             )
+
+
+def qwen_experts(
+    hf: HFConfig, *, num_experts: int, num_per_token: int, intermediate_size: int, shared_size: int = 0
+) -> ExpertsConfig:
+    """The experts of Qwen: in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name.
+
+    The arguments are that architecture's defaults; with a `shared_size` it has a shared expert.
+    """
+    step = hf.integer("decoder_sparse_step", 1)
+    if step < 1:
+        raise ModelError(f"config: decoder_sparse_step must be at least 1, got {step}")
+    dense = hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ModelError(f"config: mlp_only_layers must be a list of layer numbers, got {shown(dense)}")
+    return ExpertsConfig(
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(number_of_layers(hf))),
+        num_experts=hf.integer("num_local_experts", hf.integer("num_experts", num_experts)),
+        num_per_token=hf.integer("num_experts_per_tok", num_per_token),
+        intermediate_size=hf.integer("moe_intermediate_size", intermediate_size),
+        normalised=hf.flag("norm_topk_prob", False),
+        shared_size=hf.integer("shared_expert_intermediate_size", shared_size) if shared_size else 0,
+    )
 
 
 def windows_by_layer_type(hf: HFConfig, *, max_window_layers: int) -> tuple[int | None, ...]:

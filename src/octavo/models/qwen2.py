@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from octavo.models.config import ModelConfig
-from octavo.models.hf_config import HFConfig, dense_config, windows_by_layer_type
+from octavo.models.hf_config import HFConfig, decoder_config, windows_by_layer_type
 
 
 def read_config(hf: HFConfig) -> ModelConfig:
-    return dense_config(
+    return decoder_config(
         hf,
         max_position_embeddings=32_768,
         attention_bias=True,

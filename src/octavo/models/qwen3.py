@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from octavo.models.config import ModelConfig
-from octavo.models.hf_config import HFConfig, dense_config, windows_by_layer_type
+from octavo.models.hf_config import HFConfig, decoder_config, windows_by_layer_type
 
 
 def read_config(hf: HFConfig) -> ModelConfig:
     bias = hf.flag("attention_bias", False)
-    return dense_config(
+    return decoder_config(
         hf,
         max_position_embeddings=32_768,
         head_dim=128,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
     from octavo.kernels.linear import Form
     from octavo.layers.attention_metadata import AttentionMetadata
     from octavo.models.weights.checkpoint import Checkpoint, Shape
+    from octavo.models.weights.layouts import Part
 
 __all__ = ["CausalLM", "LoadedModel", "load_model", "resolve_model"]
 
 
 class CausalLM(Protocol):
-    """A model that maps packed tokens to hidden states and hidden states to logits; see DenseCausalLM."""
+    """A model that maps packed tokens to hidden states and hidden states to logits; see `DecoderCausalLM`."""
 
     config: ModelConfig
     weights_form: Form
@@ -108,8 +110,8 @@ def load_model(
         source = resolve_model(source, files="config" if load_format == "dummy" else "all")
     import torch
 
-    from octavo.models import dense
     from octavo.models.weights.checkpoint import check_tensors
+    from octavo.models.weights.dummy import DummyCheckpoint
     from octavo.models.weights.parameters import Parameters
 
     target = torch.device(device)
@@ -124,9 +126,14 @@ def load_model(
             )
         generation_config = _generation_config(source, gguf)
         activations = _activation_dtype(dtype, target, config, quantization)
-        expected = dict(dense.tensor_shapes(config))
-        head: dict[str, Shape] = {dense.HEAD: (config.vocab_size, config.hidden_size)}
-        checkpoint = _open_checkpoint(source, gguf, config, load_format, expected, head, seed)
+        network = importlib.import_module(f"octavo.models.{config.network}")
+        expected: dict[str, Shape] = dict(network.tensor_shapes(config))
+        head: dict[str, Shape] = {network.HEAD: (config.vocab_size, config.hidden_size)}
+        if load_format == "dummy":
+            stored = expected if config.tie_word_embeddings else {**expected, **head}
+            checkpoint: Checkpoint = DummyCheckpoint(stored, seed)
+        else:
+            checkpoint = _open_checkpoint(source, gguf, config, load_format, network.stored_parts)
         files.callback(checkpoint.close)
         check_tensors(checkpoint, expected, head)
         parameters = Parameters(
@@ -138,10 +145,10 @@ def load_model(
             progress=progress,
         )
         with _memory_named(source, checkpoint, activations, target):
-            network = dense.DenseCausalLM(config, parameters, max_model_len)
+            built: CausalLM = network.build(config, parameters, max_model_len)
     _give_back_freed_memory()
     return LoadedModel(
-        model=network,
+        model=built,
         config=config,
         dtype=activations,
         device=target,
@@ -213,14 +220,8 @@ def _open_checkpoint(
     gguf: GGUFFile | None,
     config: ModelConfig,
     load_format: str,
-    expected: dict[str, Shape],
-    head: dict[str, Shape],
-    seed: int,
+    stored_parts: Callable[[Mapping[str, Shape]], dict[str, Part]],
 ) -> Checkpoint:
-    if load_format == "dummy":
-        from octavo.models.weights.dummy import DummyCheckpoint
-
-        return DummyCheckpoint(expected if config.tie_word_embeddings else {**expected, **head}, seed)
     if gguf:
         if load_format == "safetensors":
             raise ModelError(f"load_format: 'safetensors' was asked for, but {source.path} is a GGUF file")
@@ -232,9 +233,12 @@ def _open_checkpoint(
             f"load_format: 'gguf' was asked for, but {source.path} is a folder with config.json; "
             "give the path of the .gguf file"
         )
+    from octavo.models.weights.layouts import Rearranged
     from octavo.models.weights.safetensors import SafetensorsCheckpoint
 
-    return SafetensorsCheckpoint(source.path)
+    checkpoint = SafetensorsCheckpoint(source.path)
+    parts = stored_parts(checkpoint.shapes)
+    return Rearranged(checkpoint, parts) if parts else checkpoint
 
 
 def _generation_config(source: ModelSource, gguf: GGUFFile | None) -> dict[str, Any]:

@@ -23,8 +23,7 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 _MAX_LEN = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
 # What a family's config class takes when the key is absent; everybody else derives hidden / heads.
-_DEFAULT_HEAD_DIM = {"qwen3_moe": 128}
-_DEFAULT_HEAD_DIM |= dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), 256)
+_DEFAULT_HEAD_DIM = dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), 256)
 
 # Every n-th layer is full, the others have the window.
 _WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
@@ -34,7 +33,7 @@ _WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gp
 _DECISIVE = frozenset({
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "sliding_window", "use_sliding_window",
-    "max_window_layers", "layer_types",
+    "max_window_layers", "layer_types", "n_embd", "n_layer", "n_head", "n_positions",
 })  # fmt: skip
 
 # Layer types that keep a state of fixed size instead of keys and values.

@@ -11,8 +11,8 @@ from octavo.errors import WeightsError
 
 Shape = tuple[int, ...]
 
-# Buffers that old checkpoints store although they follow from the config.
-_HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
+# Buffers that old checkpoints store although they follow from the config: frequencies, GPT-2's causal mask.
+_HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 _SHOWN = 6
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
+from octavo.kernels.grouped_linear import PackedExperts, pack_experts
 from octavo.kernels.linear import Form, PackedWeight, pack_weight
 from octavo.layers.linear import Linear
+from octavo.layers.norm import LayerNorm
 from octavo.models.weights.checkpoint import Checkpoint, Shape, is_harmless
 
 # The C library gives blocks above this back to the system when they are freed; smaller ones may leave holes.
@@ -59,6 +61,19 @@ class Parameters:
         self.nbytes += packed.nbytes
         return packed
 
+    def experts(self, names: Sequence[tuple[str, ...]]) -> PackedExperts:
+        """For each expert the matrices that its names say, stacked row-wise; packed one after the other."""
+
+        def each() -> Iterator[torch.Tensor]:
+            for stacked in names:
+                rows = self._scratch(self._stacked_shape(stacked))
+                self._read(stacked, rows)
+                yield rows.to(self.device)
+
+        packed = pack_experts(each(), len(names), self._form)
+        self.nbytes += packed.nbytes
+        return packed
+
     def vector(self, *names: str) -> torch.Tensor:
         """The vectors `names`, laid end to end."""
         values = torch.empty(self._stacked_shape(names), dtype=self._dtype)
@@ -73,6 +88,10 @@ class Parameters:
         biases = [f"{prefix}.bias" for prefix in prefixes]
         has_bias = biases[0] in self._checkpoint.shapes
         return Linear(weight, self.vector(*biases) if has_bias else None)
+
+    def layer_norm(self, prefix: str, eps: float) -> LayerNorm:
+        """The norm of `prefix.weight` and `prefix.bias`."""
+        return LayerNorm(self.vector(f"{prefix}.weight"), self.vector(f"{prefix}.bias"), eps)
 
     def ties_head(self, embedding: str, head: str) -> bool:
         """Whether the head shares the embedding's weight: what is in the checkpoint decides, not the config.

@@ -44,16 +44,16 @@ class SafetensorsCheckpoint:
         self._check_index(folder)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self._mapped(name))
+        out.copy_(self.view(name))
 
     def same_values(self, first: str, second: str) -> bool:
-        a, b = self._mapped(first), self._mapped(second)
+        a, b = self.view(first), self.view(second)
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
     def close(self) -> None:
         pass
 
-    def _mapped(self, name: str) -> torch.Tensor:
+    def view(self, name: str) -> torch.Tensor:
         """The tensor in the file's memory; it keeps the file mapped as long as it lives."""
         with _opened(self._paths[name]) as file:
             dtype = file.get_slice(name).get_dtype()
