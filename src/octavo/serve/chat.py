@@ -148,7 +148,7 @@ class _Writer:
         async for chunk in generation:
             output = chunk.output or output
             if chunk.finish_reason in ("error", "abort"):
-                raise _ended_badly(chunk.finish_reason, output)
+                raise ended_badly(chunk.finish_reason, output)
             for text in choices[chunk.index].read(chunk, self._chunk_logprobs(chunk)):
                 yield text
         if has_usage and output is not None:
@@ -254,10 +254,11 @@ def _message(answer: Answer) -> dict[str, Any]:
 def check_end(choice: CompletionOutput, output: RequestOutput) -> None:
     """Raise what the client is told of a choice that did not end by itself or at its limit."""
     if choice.finish_reason in ("error", "abort"):
-        raise _ended_badly(choice.finish_reason, output)
+        raise ended_badly(choice.finish_reason, output)
 
 
-def _ended_badly(reason: str, output: RequestOutput | None) -> Exception:
+def ended_badly(reason: str, output: RequestOutput | None) -> Exception:
+    """What the client is told of a choice that ended with `error` or `abort`."""
     if reason == "abort":
         return EngineError("the request was aborted")
     return ApiError(500, (output and output.error) or "the engine failed at this request")
