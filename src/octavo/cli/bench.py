@@ -11,11 +11,13 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.bench_serve import serve
 from octavo.cli.options import EngineOptions, Model, expands
 from octavo.cli.session import open_llm
 from octavo.errors import ConfigError, nearest
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
+app.command()(serve)
 
 
 @app.callback()
@@ -60,7 +62,7 @@ def throughput(
             f"--workload must be one of {known}; got {workload!r}{nearest(workload, WORKLOADS)}"
         )
     if json_file is not None:
-        _check_writable(json_file)
+        check_writable(json_file)
     shape = WorkloadShape(
         num_seqs=num_seqs,
         min_input=min_input,
@@ -118,7 +120,7 @@ def kernels(
     """
     for option, path in (("--json", json_file), ("--plot", plot_file)):
         if path is not None:
-            _check_writable(path, option)
+            check_writable(path, option)
     from octavo.bench import kernels as bench_kernels
 
     chosen = bench_kernels.chosen(rows or [], quick)
@@ -154,13 +156,13 @@ def tune(
     Tries each variant of each kernel on its own cases. Takes minutes; nothing else should run on the GPU.
     """
     if out is not None:
-        _check_writable(out, "--out")
+        check_writable(out, "--out")
     from octavo.bench.tune import tune as run
 
     run(kernel or [], out, print, key or [])
 
 
-def _check_writable(path: Path, option: str = "--json") -> None:
+def check_writable(path: Path, option: str = "--json") -> None:
     """ConfigError now rather than after the run when no file can be written there."""
     if not path.parent.is_dir():
         raise ConfigError(f"{option}: there is no folder {str(path.parent)!r}; make it first")
