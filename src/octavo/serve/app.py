@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.serve import api_errors, chat, completions, guard, metrics, models, responses, state
+from octavo.serve import api_errors, chat, completions, guard, metrics, models, page, responses, state
 from octavo.serve.sse import ClientGone
 
 if TYPE_CHECKING:
@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from octavo.serve.metrics import Metrics
     from octavo.serve.settings import ServeSettings
 
-_ROUTERS = (chat.router, responses.router, completions.router, models.router, state.router, metrics.router)
+_ROUTERS = (
+    chat.router,
+    responses.router,
+    completions.router,
+    models.router,
+    state.router,
+    metrics.router,
+    page.router,
+)
 
 
 def create_app(engine: AsyncEngine, settings: ServeSettings, metrics: Metrics) -> FastAPI:
