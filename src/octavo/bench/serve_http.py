@@ -201,13 +201,17 @@ class ResponseReader:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection; belongs to its `Connections`, which it tells when it is free again or gone."""
+    """One connection; belongs to its `Connections`, which it tells when it is free again or gone.
+
+    `was_stale`: it was used before and ended without a byte of the next response; it had been closed idle.
+    """
 
     def __init__(self, owner: Connections) -> None:
         self._owner = owner
         self._transport: asyncio.Transport | None = None
         self._reader: ResponseReader | None = None
         self.is_open = False
+        self.was_stale = False
         self.num_requests = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -241,11 +245,6 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    @property
-    def was_stale(self) -> bool:
-        """Whether it was used before and ended without a byte of this response: it had been closed idle."""
-        return self.num_requests > 1 and self._reader is not None and not self._reader.has_begun
-
     def read(self, news: bytes | Exception | None, now: float) -> None:
         """Take in what `buffer_updated` (bytes) or `connection_lost` (an error or None) noted."""
         reader = self._reader
@@ -265,6 +264,7 @@ class Connection(asyncio.BufferedProtocol):
                 else:
                     self.hang_up()
         elif not reader.feed_eof(now):
+            self.was_stale = self.num_requests > 1 and not reader.has_begun
             reader.receiver.lost(type(news).__name__ if news else "closed by the server", now)
             self._reader = None
 
