@@ -26,7 +26,7 @@ _click_errors: Any = importlib.import_module(typer.BadParameter.__module__)
 
 INTERRUPTED = 130
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-COMMANDS = ("generate", "chat", "bench", "kv", "doctor")
+COMMANDS = ("generate", "chat", "serve", "bench", "kv", "doctor")
 
 
 class _LazyCommands(TyperGroup):

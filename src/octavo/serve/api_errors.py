@@ -7,10 +7,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -51,6 +52,35 @@ _CODES = {
     500: "internal_error",
     503: "service_unavailable",
 }
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What every answer with a status of 400 or more holds."""
+
+    error: ErrorObject
+
+
+_MEANINGS: Final = {
+    400: "A field is unknown, of a wrong type or out of range, or the prompt is too long; `param` names it.",
+    401: "No API key, or one that is not known.",
+    404: "No such model, or nothing at this path.",
+    408: "The request took longer than the server allows.",
+    413: "The body is larger than the server takes.",
+    429: "The queue is full; `Retry-After` says when to try again.",
+    500: "The engine failed at this request.",
+    503: "The engine is loading, shutting down, stuck or dead.",
+}
+ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()
+}
+"""`responses=` of a route that generates."""
 
 
 class ApiError(Exception):

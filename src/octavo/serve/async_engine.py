@@ -284,8 +284,9 @@ class AsyncEngine:
         if self._link is not None:
             link, self._link = self._link, None
             # A process that loads or hangs does not read what it is told.
-            await link.close(is_patient=self._state not in ("loading", "stuck"))
-        self._die(EngineError("the engine is closed"))
+            is_patient = self._state not in ("loading", "stuck")
+            self._die(EngineError("the engine is closed"), is_told=False)
+            await link.close(is_patient=is_patient)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # From the engine process
@@ -329,6 +330,8 @@ class AsyncEngine:
             if generation is None:
                 continue
             if item.output is not None:
+                item.output.prompt = generation.prompt
+                item.output.prompt_token_ids = list(generation.prompt_token_ids)
                 del self._generations[item.request_id]
                 self._end(generation)
             # One that was aborted or timed out here tells its reader nothing more, but its end is counted.
@@ -445,11 +448,13 @@ class AsyncEngine:
                     self._set_state("stuck")
                 self._fail_all(EngineError(f"the engine has made no step for {silent_s:.0f} s"))
 
-    def _die(self, error: Exception) -> None:
+    def _die(self, error: Exception, *, is_told: bool = True) -> None:
         if self._state == "dead":
             return
         self._death = error
-        self._set_state("dead")
+        self._state = "dead"
+        if is_told:
+            self._listener.state("dead")
         for generation in self._generations.values():
             self._end(generation)
             generation.fail(EngineError(f"the engine died: {error}"))

@@ -116,8 +116,6 @@ class Generation:
             if len(pieces) > _MAX_PIECES:
                 pieces[:] = [_joined(pieces)]
         if output is not None:
-            output.prompt = self.prompt
-            output.prompt_token_ids = list(self.prompt_token_ids)
             self.output = output
         if chunks or output is not None:
             self._wake()

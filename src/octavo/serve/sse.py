@@ -68,8 +68,9 @@ class EventStream(Response):
         generations: tuple[Generation, ...],
         done: str | None,
         slow_reader_s: float,
+        status_code: int = 200,  # FastAPI reads from here what to put into the API's description
     ) -> None:
-        super().__init__(headers=HEADERS)
+        super().__init__(status_code=status_code, headers=HEADERS)
         del self.headers["content-length"]
         self._events = events
         self._generations = generations

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from octavo.errors import ModelError, RequestError
 from octavo.text.pieces import DecodeRule, TokenPieces
 
 if TYPE_CHECKING:
     from octavo.text.recipe import TokenizerRecipe
+
+
+_LONG_TEXT: Final = 2_000
 
 
 class TokenizerSource(Protocol):
@@ -92,7 +95,11 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError(f"prompt: expected a string to encode, got {type(text).__name__}")
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            if len(text) < _LONG_TEXT:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            else:
+                # Other threads can run meanwhile only this way; a short text is through before they notice.
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"prompt: not valid Unicode ({error}); remove the lone surrogates") from error
         if not add_special_tokens:

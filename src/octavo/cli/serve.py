@@ -1,0 +1,101 @@
+"""`octavo serve MODEL`: the OpenAI API over HTTP, with a page."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.options import EngineOptions, Model, expands
+from octavo.errors import ConfigError
+
+app = typer.Typer(add_completion=False)
+
+
+def _option(help: str, *names: str, panel: str = "Server") -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)
+
+
+_access = functools.partial(_option, panel="Access")
+_limit = functools.partial(_option, panel="Limits")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Fields of `octavo.serve.settings.ServeSettings`, whose defaults hold for what is not said."""
+
+    host: Annotated[str | None, _option("Address to listen at; 127.0.0.1, this machine only.")] = None
+    port: Annotated[int | None, _option("Port; 8000. 0 takes a free one.")] = None
+    served_model_name: Annotated[
+        list[str] | None, _option("Name that clients ask for; may be given several times.")
+    ] = None
+    tool_parser: Annotated[str | None, _option("How tool calls are written: auto, hermes or none.")] = None
+    reasoning_parser: Annotated[str | None, _option("How thinking is marked: auto, think or none.")] = None
+    log_format: Annotated[str | None, _option("text or json, on standard error.")] = None
+    otlp_endpoint: Annotated[str | None, _option("Send OpenTelemetry traces to this URL.")] = None
+    api_key: Annotated[
+        list[str] | None,
+        _access("Key that requests must bring; may be given several times, or in OCTAVO_API_KEY."),
+    ] = None
+    api_key_file: Annotated[Path | None, _access("File with one key a line.")] = None
+    cors_origin: Annotated[
+        list[str] | None, _access("Web origin that may ask, * for all; may be given several times.")
+    ] = None
+    max_body_bytes: Annotated[int | None, _limit("Largest request body.")] = None
+    max_waiting_requests: Annotated[int | None, _limit("Most requests waiting; beyond, status 429.")] = None
+    max_waiting_tokens: Annotated[int | None, _limit("Most prompt tokens waiting; likewise.")] = None
+    request_timeout: Annotated[float | None, _limit("Seconds a request may take; else no limit.")] = None
+    slow_reader: Annotated[float | None, _limit("Seconds a client may take nothing; 60.")] = None
+    idle_connection: Annotated[float | None, _limit("Seconds a connection may ask nothing; 30.")] = None
+    drain: Annotated[float | None, _limit("Seconds that running requests get when it stops; 30.")] = None
+    stuck: Annotated[float | None, _limit("Seconds without a step after which /health is 503; 120.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments for `ServeSettings`: only what was said."""
+        said = {name: value for name, value in vars(self).items() if value is not None and value != []}
+        for option, name in _NAMES.items():
+            if option in said:
+                said[name] = said.pop(option)
+        return said
+
+
+_NAMES = {
+    "served_model_name": "served_model_names",
+    "api_key": "api_keys",
+    "cors_origin": "cors_origins",
+    "request_timeout": "request_timeout_s",
+    "slow_reader": "slow_reader_s",
+    "idle_connection": "idle_connection_s",
+    "drain": "drain_s",
+    "stuck": "stuck_s",
+}
+
+
+@app.command()
+@expands(options=ServeOptions, engine=EngineOptions)
+def serve(model: Model, *, options: ServeOptions, engine: EngineOptions) -> int:
+    """Serve a model over HTTP, as the OpenAI API and as a page."""
+    from octavo.config import EngineConfig
+
+    said = options.settings()
+    key_file = said.pop("api_key_file", None)
+    config = EngineConfig.from_options(model, **engine.llm_kwargs())
+    try:
+        from octavo.serve.guard import read_api_keys
+        from octavo.serve.run import serve as run
+        from octavo.serve.settings import ServeSettings
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serving needs the package {error.name}; install what it takes with: pip install 'octavo[serve]'"
+        ) from error
+    said["api_keys"] = read_api_keys(said.get("api_keys", ()), key_file)
+    run(config, ServeSettings.from_options(**said), say=_say)
+    return 0
+
+
+def _say(line: str) -> None:
+    # The one who waits for it may read a pipe.
+    print(line, flush=True)

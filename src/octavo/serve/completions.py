@@ -1,0 +1,229 @@
+"""POST /v1/completions: one prompt or several, as text or token ids, streamed and not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
+from octavo.serve.answer import finish_reason, new_id
+from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
+from octavo.serve.chat import check_end
+from octavo.serve.models import check_model
+from octavo.serve.protocol import CompletionRequest, to_sampling_params
+from octavo.serve.response_parts import CompletionLogprobs, completion_logprobs, usage_of
+from octavo.serve.sse import event_stream, while_connected
+
+if TYPE_CHECKING:
+    from octavo.serve.async_engine import AsyncEngine
+    from octavo.serve.generation import Generation
+    from octavo.serve.settings import ServeSettings
+    from octavo.text.tokenizer import Tokenizer
+
+router = APIRouter()
+
+DEFAULT_MAX_TOKENS: Final = 16
+"""OpenAI's own, for this route."""
+
+_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    **ERROR_RESPONSES,
+    200: {
+        "description": "The text, or with `stream` its pieces as server-sent events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
+}
+
+
+@router.post("/v1/completions", tags=["completions"], responses=_RESPONSES)
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue a prompt, or several."""
+    engine: AsyncEngine = request.app.state.engine
+    settings: ServeSettings = request.app.state.settings
+    model = check_model(request, body.model)
+    return await while_connected(request, _respond(body, model, engine, settings))
+
+
+async def _respond(
+    body: CompletionRequest, model: str, engine: AsyncEngine, settings: ServeSettings
+) -> Response:
+    prompts = await _encode(body, engine, settings)
+    logprobs = body.logprobs
+    if body.echo and logprobs is not None and body.stream:
+        raise ApiError(400, "echo with logprobs cannot be streamed; leave out one of the three", param="echo")
+    params = to_sampling_params(
+        body,
+        engine.model,
+        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if body.echo else None,
+    )
+    writer = _Writer(body, model, engine, params.n)
+    async with contextlib.AsyncExitStack() as unless_streamed:
+        generations: list[Generation] = []
+        for i, (prompt, token_ids) in enumerate(prompts):
+            generation = engine.submit(
+                token_ids,
+                params,
+                request_id=f"{writer.id}-{i}",
+                prompt=prompt,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                stream=bool(body.stream),
+            )
+            generations.append(await unless_streamed.enter_async_context(generation))
+        if not body.stream:
+            return JSONResponse(writer.whole([await generation.result() for generation in generations]))
+        for generation in generations:
+            await generation.accepted()
+        unless_streamed.pop_all()
+    return event_stream(writer.stream(generations), generations, slow_reader_s=settings.slow_reader_s)
+
+
+async def _encode(
+    body: CompletionRequest, engine: AsyncEngine, settings: ServeSettings
+) -> list[tuple[str | None, list[int]]]:
+    """Each prompt's text, where it has one, and its ids."""
+    prompts: list[Any] = [body.prompt] if _is_one(body.prompt) else list(body.prompt)
+    if not prompts:
+        raise ApiError(400, "prompt is an empty list; give at least one prompt", param="prompt")
+    if len(prompts) > settings.max_waiting_requests:
+        raise ApiError(
+            400,
+            f"prompt holds {len(prompts)} prompts; this server takes at most {settings.max_waiting_requests} "
+            "at once",
+            param="prompt",
+        )
+    encoded: list[tuple[str | None, list[int]]] = []
+    for i, prompt in enumerate(prompts):
+        token_ids = await engine.encode(prompt) if isinstance(prompt, str) else prompt
+        if not token_ids:
+            where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            raise ApiError(400, f"{where} is empty: there is no token to continue from", param="prompt")
+        encoded.append((prompt if isinstance(prompt, str) else None, token_ids))
+    return encoded
+
+
+def _is_one(prompt: str | Sequence[Any]) -> bool:
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+
+
+class _Writer:
+    """Writes one answer, whole or in chunks. Choice `j` of prompt `i` has index ``i * n + j``."""
+
+    def __init__(self, body: CompletionRequest, model: str, engine: AsyncEngine, n: int) -> None:
+        self.id = new_id("cmpl")
+        self._head = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._body = body
+        self._engine = engine
+        self._n = n
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        choices = []
+        for i, output in enumerate(outputs):
+            for choice in output.outputs:
+                check_end(choice, output)
+                choices.append(
+                    {
+                        "index": i * self._n + choice.index,
+                        "text": self._echo(output.prompt, output.prompt_token_ids) + choice.text,
+                        "logprobs": self._logprobs(output, choice),
+                        "finish_reason": finish_reason(choice.finish_reason, False),
+                    }
+                )
+        return {**self._head, "choices": choices, "usage": usage_of(outputs)}
+
+    def _echo(self, prompt: str | None, token_ids: Sequence[int]) -> str:
+        if not self._body.echo:
+            return ""
+        return self._tokenizer.decode(token_ids) if prompt is None else prompt
+
+    def _logprobs(self, output: RequestOutput, choice: CompletionOutput) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        token_ids, logprobs = choice.token_ids, list(choice.logprobs or ())
+        if self._body.echo:
+            token_ids = [*output.prompt_token_ids, *token_ids]
+            return completion_logprobs(
+                token_ids, [*(output.prompt_logprobs or ()), *logprobs], self._body.logprobs, self._tokenizer
+            )
+        return completion_logprobs(token_ids, logprobs, self._body.logprobs, self._tokenizer)
+
+    async def stream(self, generations: list[Generation]) -> AsyncIterator[dict[str, Any]]:
+        """The pieces, each choice's last one with its finish reason, and the usage when it is asked for."""
+        options = self._body.stream_options
+        has_usage = options is not None and bool(options.include_usage)
+        head = {**self._head, "usage": None} if has_usage else self._head
+        offsets: dict[int, int] = {}
+        for i, generation in enumerate(generations):
+            echo = self._echo(generation.prompt, generation.prompt_token_ids)
+            if echo:
+                for index in range(i * self._n, (i + 1) * self._n):
+                    yield {**head, "choices": [_choice(index, echo)]}
+        async for i, chunk in _merged(generations):
+            if chunk.finish_reason in ("error", "abort"):
+                output = chunk.output
+                raise ApiError(500, (output and output.error) or "the engine failed at this request")
+            index = i * self._n + chunk.index
+            logprobs = self._chunk_logprobs(chunk, offsets.get(index, 0))
+            if logprobs is not None and logprobs["tokens"]:
+                offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+            if chunk.text or chunk.finish_reason is not None or logprobs is not None:
+                reason = chunk.finish_reason and finish_reason(chunk.finish_reason, False)
+                yield {**head, "choices": [_choice(index, chunk.text, logprobs, reason)]}
+        if has_usage:
+            outputs = [generation.output for generation in generations if generation.output is not None]
+            yield {**self._head, "choices": [], "usage": usage_of(outputs)}
+
+    def _chunk_logprobs(self, chunk: StreamChunk, text_offset: int) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        return completion_logprobs(
+            chunk.token_ids,
+            chunk.logprobs or (),
+            self._body.logprobs,
+            self._tokenizer,
+            text_offset=text_offset,
+        )
+
+
+def _choice(
+    index: int, text: str, logprobs: CompletionLogprobs | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, StreamChunk]]:
+    """The pieces of all of them as they come, each with its generation's place."""
+    if len(generations) == 1:
+        async for chunk in generations[0]:
+            yield 0, chunk
+        return
+    waiting = {asyncio.ensure_future(anext(one, None)): i for i, one in enumerate(generations)}
+    try:
+        while waiting:
+            ready, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(ready, key=waiting.__getitem__):
+                i = waiting.pop(task)
+                piece = task.result()
+                if piece is not None:
+                    yield i, piece
+                    waiting[asyncio.ensure_future(anext(generations[i], None))] = i
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,192 @@
+"""The whole server, from its first line to its last.
+
+::
+
+    listen -> start the engine process -> answer (/health: 503) -> engine ready: say so -> serve
+    SIGTERM, SIGINT -> drain: nothing new, what runs may end -> close connections -> stop the engine
+    a second signal -> what runs fails at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.serve import access_log
+from octavo.serve.app import create_app
+from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.messages import ModelCard
+from octavo.serve.metrics import Metrics
+from octavo.serve.models import model_names
+from octavo.serve.settings import ServeSettings
+
+logger = logging.getLogger("octavo.serve")
+
+_BACKLOG: Final = 2048
+_LAST_WORDS_S: Final = 5.0
+"""What answers that have ended may take to reach their clients."""
+
+
+def serve(config: EngineConfig, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
+    """Serve until a signal. `say` gets the lines for the one who started it; the log goes to standard error.
+
+    Raises ConfigError when the address cannot be had, and whatever the model cannot be loaded for.
+    """
+    _allow_many_connections()
+    access_log.configure(settings.log_format)
+    listener = listen(settings)
+    with contextlib.closing(listener):
+        asyncio.run(_Server(config, settings, listener, say).run())
+
+
+def listen(settings: ServeSettings) -> socket.socket:
+    """A socket that listens at the settings' address. Raises ConfigError naming what is wrong with it."""
+    where = f"{settings.host}:{settings.port}"
+    try:
+        found = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = found[0]
+        sock = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"host, port: cannot listen at {where}: {reason}; choose another --port or --host"
+        ) from error
+    # Inherited by every connection: find out that a client's machine has gone, or takes nothing.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = min(int(settings.slow_reader_s * 1000), 2**31 - 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return sock
+
+
+class _Server:
+    def __init__(
+        self,
+        config: EngineConfig,
+        settings: ServeSettings,
+        listener: socket.socket,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._listener = listener
+        self._say = say
+        self._is_asked_to_stop = asyncio.Event()
+        self._is_urgent = asyncio.Event()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        metrics = Metrics()
+        engine = AsyncEngine.create(self._config, self._settings, metrics)
+        app = create_app(engine, self._settings, metrics)
+        http = _Uvicorn(_uvicorn_config(app, self._settings))
+        serving = asyncio.create_task(http.serve([self._listener]))
+        try:
+            await self._until_stopped(engine)
+        finally:
+            http.should_exit = True
+            await serving
+            await engine.close()
+        self._say("octavo: stopped")
+
+    async def _until_stopped(self, engine: AsyncEngine) -> None:
+        stopping = asyncio.create_task(self._is_asked_to_stop.wait())
+        loading = asyncio.create_task(engine.until_ready())
+        self._say(f"octavo: loading {self._config.model}; listening at {self._url()}")
+        await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            return
+        loading.result()
+        self._say(_ready_line(engine.model, model_names(engine, self._settings)[0], self._url()))
+        await stopping
+        if engine.num_active:
+            limit_s = self._settings.drain_s
+            self._say(f"octavo: finishing {engine.num_active} requests, for at most {limit_s:g} s")
+        draining = asyncio.create_task(engine.drain(self._settings.drain_s))
+        urgent = asyncio.create_task(self._is_urgent.wait())
+        await asyncio.wait((draining, urgent), return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            draining.cancel()
+            await engine.drain(0)
+        urgent.cancel()
+
+    def _on_signal(self) -> None:
+        if self._is_asked_to_stop.is_set():
+            self._is_urgent.set()
+        self._is_asked_to_stop.set()
+
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _ready_line(card: ModelCard, name: str, url: str) -> str:
+    cache = f"{card.num_blocks} blocks of {card.block_size} tokens"
+    return f"octavo: ready: {name} on {card.device} in {card.dtype}, {cache}, at {url}"
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: uvicorn would close connections before their answers have ended."""
+        yield
+
+
+class _Protocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]  # one of two classes, by what is installed
+    """Closes connections that are opened and never used; uvicorn itself only counts from the first answer."""
+
+    idle_connection_s = 30.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._silence = self.loop.call_later(self.idle_connection_s, self._close_if_unused)
+
+    def _close_if_unused(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._silence.cancel()
+        super().connection_lost(error)
+
+
+def _uvicorn_config(app: Any, settings: ServeSettings) -> uvicorn.Config:
+    protocol = type("_Protocol", (_Protocol,), {"idle_connection_s": settings.idle_connection_s})
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        backlog=_BACKLOG,
+        server_header=False,
+        timeout_keep_alive=max(1, int(settings.idle_connection_s)),
+        timeout_graceful_shutdown=max(1, int(_LAST_WORDS_S)),
+    )
+
+
+def _allow_many_connections() -> None:
+    """The soft limit on open files is often 1024, the hard one far above."""
+    if sys.platform != "win32":
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
