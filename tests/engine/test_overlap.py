@@ -125,6 +125,28 @@ def test_a_row_that_needs_its_last_token_waits_for_it(options: dict[str, float])
     assert [tokens_of(request) for request in beside] == [answer([3, i], 6, i) for i in range(4)]
 
 
+def test_where_half_the_rows_need_their_tokens_no_row_runs_ahead_of_the_others() -> None:
+    engine = make_engine(overlap=True)
+    for i in range(2):
+        engine.add_request([1, i], greedy(6, i, presence_penalty=1.0))
+        engine.add_request([2, i], greedy(6, i))
+    drain(engine)
+    assert engine.stats().num_steps == 6
+    assert runner_of(engine).most_under_way == 1
+
+
+def test_while_arrivals_wait_one_step_is_launched_ahead() -> None:
+    engine = make_engine(overlap=True, run_ahead=5, max_num_seqs=1)
+    engine.add_request([1, 2], greedy(12))
+    engine.add_request([3, 4], greedy(12))
+    deepest = []
+    while engine.step() and engine.scheduler.waiting:
+        deepest.append(under_way(engine))
+    assert max(deepest) == 1
+    drain(engine)
+    assert runner_of(engine).most_under_way == 6
+
+
 # Aborts
 
 
@@ -292,6 +314,17 @@ def test_a_result_that_does_not_come_ends_all_that_built_on_it(trouble: str) -> 
     assert tokens_of(queued[1]) == answer([3] * 9, 5, 3)
     assert engine.cache.num_owned == 0
     assert not engine.requests
+
+
+def test_a_request_that_hit_what_a_lost_step_was_to_write_ends_with_it() -> None:
+    engine = make_engine(overlap=True, poison={13: "late raise"}, budget=8)
+    engine.add_request([13] * 8, greedy(9))
+    builder = engine.add_request([13] * 8 + [1], greedy(9))
+    assert len(engine.step()) == 2
+    assert builder.num_cached_tokens == 8, "it was launched behind the step that was lost"
+    assert builder.output is not None
+    assert builder.output.error == "the step failed: ZeroDivisionError: late boom"
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("broken", ["schedule", "advance", "commit", "_release"])
