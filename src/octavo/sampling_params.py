@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, Never, Self
+from typing import Any, Final, Never, Self
 
 from octavo.errors import RequestError, nearest, shown
 
@@ -26,6 +26,16 @@ GREEDY_TEMPERATURE = 1e-5
 
 MAX_GRAMMAR_CHARS = 131_072
 """Longest schema, pattern or grammar that `StructuredOutput` takes."""
+
+
+JSON_FORM: Final[Any] = {
+    "whitespace_pattern": r"( |\n[ \t]{0,40})",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+"""llguidance's options for JSON: white space cannot run on, and what it cannot hold to is refused."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -380,6 +390,16 @@ def _grammar_text(name: str, value: object) -> str:
     except UnicodeEncodeError as error:
         raise RequestError(f"{name} is not valid Unicode ({error.reason}); remove the surrogates") from error
     return value
+
+
+def lark_json(schema: Mapping[str, Any] | str) -> str:
+    """What stands for `schema` in a Lark grammar; its JSON has the form that `json_schema` asks for.
+
+    Raises:
+        RequestError: as for `StructuredOutput`.
+    """
+    rest = _schema_text(schema)[1:]
+    return f'%json {{"x-guidance":{json.dumps(JSON_FORM)}{"" if rest == "}" else ","}{rest}'
 
 
 def _schema_text(value: object) -> str:

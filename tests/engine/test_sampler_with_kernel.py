@@ -95,7 +95,7 @@ def test_bad_rows_end_in_an_error_that_says_why(options):
         "hold NaN",
         "every logit the model gave is -inf",
         "hold +inf",
-        "together leave no token to choose",
+        "leave no token to choose",
     )
     assert sorted(output.errors) == [1, 2, 3, 4]
     for row, reason in enumerate(reasons, start=1):

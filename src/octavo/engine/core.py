@@ -27,6 +27,7 @@ from typing import Any
 
 from octavo.cache.manager import KVCacheManager
 from octavo.config import EngineConfig
+from octavo.engine.grammar import GrammarCompiler
 from octavo.engine.output import OutputProcessor
 from octavo.engine.request import Request
 from octavo.engine.runner import ModelRunner, PendingStep
@@ -75,6 +76,7 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.requests: dict[str, Request] = {}
         self.output = OutputProcessor(scheduler, tokenizer)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
         self.trace = StepTrace(config.trace, self.cache) if config.trace else None
         self._clock = clock
         self._arrivals = itertools.count()
@@ -132,6 +134,9 @@ class Engine:
         self._check_num_logprobs(len(token_ids), params)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
+        wanted = params.structured_output
+        # Waits for the compilation, unless `grammars.start` was called before; a bad grammar is refused.
+        grammar = None if wanted is None else self.grammars.compile(wanted)
         arrival = next(self._arrivals)
         request_id = request_id or f"request-{arrival}"
         if request_id in self.requests:
@@ -150,6 +155,7 @@ class Engine:
             cache_salt=cache_salt,
             stream=stream,
             arrival_s=self._clock(),
+            grammar=grammar,
         )
         self.scheduler.add(request)
         self._next_seq_id += params.n
@@ -328,6 +334,7 @@ class Engine:
         self._check_one_thread()
         for request_id in list(self.requests):
             self.abort(request_id)
+        self.grammars.close()
         if self.trace:
             self.trace.close()
         self.runner.close()

@@ -125,7 +125,11 @@ class OutputProcessor:
             text = self._texts[seq.seq_id] = _SequenceText(seq, self._tokenizer)
         params = seq.params
         # The token that ended a sequence is not part of its text, unless asked for.
-        if seq.finish_reason == "stop" and not params.include_stop_str_in_output:
+        if (
+            seq.finish_reason == "stop"
+            and not params.include_stop_str_in_output
+            and not seq.stop_ids.isdisjoint(token_ids)  # a grammar's last token is its text
+        ):
             token_ids = []
         num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
         visible, stop = text.push(token_ids, may_stop=num_output_tokens >= params.min_tokens)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from octavo.outputs import FinishReason, Logprob, RequestOutput, StreamChunk
 from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.grammar import Grammar
 
 
 class Status(enum.Enum):
@@ -32,6 +36,7 @@ class Sequence:
     num_bypassed: how often another was admitted while it stood first in the queue. blocked_at: the
         scheduler's count of releases when it last did not fit; until the next it need not be tried again.
     is_tail_shared: its last, partly filled block may be shared with a sibling, so the next write may copy.
+    grammar: what its output must be, having accepted the tokens so far; None leaves it free.
     needs_last_token: what its next token may be depends on the ids before it, in a way that only the host
         works out (a grammar, penalties): its next step waits until they are known.
     """
@@ -40,6 +45,7 @@ class Sequence:
         "blocked_at",
         "error",
         "finish_reason",
+        "grammar",
         "index",
         "is_tail_shared",
         "key",
@@ -70,6 +76,7 @@ class Sequence:
         self.seed = seed
         self.params = request.params
         self.stop_ids = request.stop_ids
+        self.grammar = request.grammar.fork() if request.grammar is not None else None
         self.token_ids = token_ids
         self.num_pending = 0
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -119,6 +126,7 @@ class Request:
         "finished_s",
         "first_scheduled_s",
         "first_token_s",
+        "grammar",
         "is_forked",
         "needs_last_token",
         "num_cached_tokens",
@@ -150,6 +158,7 @@ class Request:
         cache_salt: str = "",
         stream: bool = False,
         arrival_s: float = 0.0,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -160,12 +169,13 @@ class Request:
         self.cache_salt = cache_salt
         self.stream = stream
         self.stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+        self.grammar = grammar
         self.is_forked = params.n == 1
         self.needs_last_token = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
             or params.frequency_penalty != 0
-            or getattr(params, "structured_output", None) is not None
+            or grammar is not None
         )
         self.num_cached_tokens = 0
         self.num_preemptions = 0

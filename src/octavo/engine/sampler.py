@@ -1,8 +1,8 @@
 """From logits to the next token of every row: one vectorised pass over the batch.
 
 The order is vLLM's. Log probabilities are read from the raw logits. Then, for the rows that ask for it:
-allowed_token_ids, min_tokens, logit_bias, penalties; greedy rows take the argmax; the others are divided by
-their temperature, cut by min_p, top_k and top_p, and one token is drawn.
+allowed_token_ids, min_tokens, logit_bias, penalties, the mask of a grammar; greedy rows take the argmax; the
+others are divided by their temperature, cut by min_p, top_k and top_p, and one token is drawn.
 
 A row's token depends on its own logits, options, seed and number of output tokens, to the last bit, and never
 on its neighbours; `draw.py` says how. Nothing is computed that no row asked for.
@@ -111,7 +111,8 @@ class Sampler:
             logits: (R, vocab_size) float32 (on a GPU also bfloat16 or float16), one row per sequence; not
                 modified, here or by the caller until the tokens are collected.
             sequences: R sequences; their params, seed, stop_ids, num_prompt_tokens and num_tokens are read,
-                and the token_ids of those with penalties, which must know them all.
+                and the token_ids and grammar of those that have penalties or a grammar, which must know all
+                of their tokens.
 
         A row whose raw logits hold NaN or +inf, or that has no finite logit left to choose, gets an error and
         no token; the other rows are as if it were absent.
@@ -131,7 +132,7 @@ class Sampler:
         if work is not logits:
             highest = work.amax(dim=1)
         if work is not logits or plan.random_rows:
-            errors = _errors(highest / plan.temperature, _CHOICE_REASONS) | errors
+            errors = _errors(highest / plan.temperature, _CHOICE_REASONS) | plan.grammar_errors | errors
         if errors:
             # Zeros are as good as any finite row: computed along with the others, and thrown away.
             work = work.index_fill(0, torch.tensor(list(errors), device=work.device), 0.0)
@@ -150,6 +151,7 @@ class Sampler:
 
     def _launch_kernel(self, logits: Tensor, plan: SamplingPlan) -> PendingSample:
         work = plan.process(logits)
+        grammar_errors = plan.grammar_errors  # the plan may serve the next step before this one is read
         chosen = sampling.sample(work, **plan.kernel_options())
         if work is not logits:
             # What the options covered up is still an error.
@@ -165,9 +167,9 @@ class Sampler:
         def collect() -> SamplerOutput:
             ids, *tables = reading.wait()
             token_ids: list[int] = ids.tolist()
-            errors: dict[int, str] = {}
+            errors = dict(grammar_errors)
             if NO_TOKEN in token_ids:
-                errors = _errors(work.amax(dim=1), _CHOICE_REASONS)
+                errors = _errors(work.amax(dim=1), _CHOICE_REASONS) | errors
                 errors |= _errors(logits.amax(dim=1), _RAW_REASONS)
             logprobs: list[dict[int, Logprob] | None] = [None] * len(token_ids)
             for number, (part, part_widths) in enumerate(zip(parts, widths, strict=True)):
@@ -175,6 +177,8 @@ class Sampler:
                 entries = logprob_entries(ids[part].tolist(), found, part_widths)
                 for row, entry in zip(part, entries, strict=True):
                     logprobs[row] = None if row in errors else entry
+            for row in grammar_errors:
+                token_ids[row] = NO_TOKEN
             return SamplerOutput(token_ids, logprobs, errors)
 
         return PendingSample(chosen, collect)
@@ -252,7 +256,7 @@ _RAW_REASONS = _Reasons(
 _CHOICE_REASONS = _Reasons(
     nan="the options make a logit NaN, so no token can be chosen",
     high="the options take the logits out of float32's range; a temperature or penalty is too extreme",
-    low="allowed_token_ids, min_tokens and logit_bias together leave no token to choose",
+    low="allowed_token_ids, min_tokens, structured_output and logit_bias together leave no token to choose",
 )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.engine.draw import FIRST_CANDIDATES
+from octavo.engine.grammar_masks import GrammarMasks
 from octavo.engine.request import Sequence
 from octavo.kernels.reference.sampling import uniform
 
@@ -126,7 +127,14 @@ class SamplingPlan:
         self._allowed = self._cells((row, p.allowed_token_ids or ()) for row, p in rows)
         self._biased = self._cells((row, p.logit_bias) for row, p in rows)
         self._bias = self._floats([bias for _, p in rows for bias in p.logit_bias.values()])
-        self._min_tokens = [(row, p.min_tokens) for row, p in rows if p.min_tokens > 0]
+        self._grammar_masks = GrammarMasks(self._sequences, self._vocab_size, self._device)
+        self.grammar_errors: dict[int, str] = {}
+        # A grammar outranks min_tokens; its mask sees to both.
+        self._min_tokens = [
+            (row, p.min_tokens)
+            for row, p in rows
+            if p.min_tokens > 0 and self._sequences[row].grammar is None
+        ]
         self._held: list[int] = []
         self._forbidden = self._cells([])
         self._penalised = [
@@ -161,13 +169,17 @@ class SamplingPlan:
         return self.to_device([seq.num_tokens - seq.num_prompt_tokens for seq in self._sequences])
 
     def process(self, logits: Tensor) -> Tensor:
-        """The logits after masks, bias and penalties: a changed float32 copy; `logits` when no row asks."""
+        """The logits after masks, bias and penalties: a changed float32 copy; `logits` when no row asks.
+
+        `grammar_errors` are then those of this step: rows that cannot go on, and why.
+        """
         held = [
             row
             for row, least in self._min_tokens
             if self._sequences[row].num_tokens - self._sequences[row].num_prompt_tokens < least
         ]
-        if not (self._restricted or held or self._penalised or len(self._bias)):
+        masks = self._grammar_masks
+        if not (self._restricted or held or self._penalised or len(self._bias) or masks.rows):
             return logits
         work = logits.to(torch.float32, copy=True)
         # A plain number assigned to chosen cells would be copied to the device, and the host would wait.
@@ -188,6 +200,8 @@ class SamplingPlan:
             work[self._biased] += self._bias
         if self._penalised:
             self._penalise(work)
+        if masks.rows:
+            self.grammar_errors = masks.apply(work)
         return work
 
     def _penalise(self, work: Tensor) -> None:

@@ -210,6 +210,8 @@ class Scheduler:
                 self.cache.commit(seq.seq_id, tokens, num_known)
             if token_id in seq.stop_ids:
                 self.finish(seq, "stop", token_id if token_id in seq.params.stop_token_ids else None)
+            elif seq.grammar is not None and seq.grammar.accept(token_id):
+                self.finish(seq, "stop")
             elif num_known >= seq.max_total_tokens:
                 self.finish(seq, "length")
         return counting

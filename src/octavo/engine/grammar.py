@@ -1,0 +1,247 @@
+"""Structured output: which tokens may come next, by llguidance. No torch.
+
+    StructuredOutput -> GrammarCompiler -> a Grammar per sequence -> fill_masks -> sampler
+                                                 ^--- accept(token id) --- scheduler
+
+A schema comes from outside and may be made to hurt: some take all memory, or the whole stack. So each is
+first tried in a process of its own, under limits, and refused if it ends that one. What passed is compiled
+here, in a thread beside the step loop, and kept for the next request that asks for the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from os import cpu_count
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.engine.grammar_check import Speller, Vocabulary
+from octavo.engine.grammar_trial import LIMITS, GrammarTrial
+from octavo.errors import EngineError, RequestError
+from octavo.sampling_params import JSON_FORM, StructuredOutput
+from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MAX_KEPT: Final = 64
+"""Compiled grammars, and refusals, that are remembered."""
+
+_STACK_BYTES = 16 * 2**20
+_MAX_MASK_THREADS = 16
+_MAX_ERROR_CHARS = 300
+
+
+class Grammar:
+    """Where one sequence stands in what its output must be. Not thread-safe."""
+
+    __slots__ = ("_library", "_matcher")
+
+    def __init__(self, library: _Library, matcher: LLMatcher) -> None:
+        self._library = library
+        self._matcher = matcher
+
+    def fork(self) -> Grammar:
+        """Another sequence at the same place."""
+        return Grammar(self._library, self._matcher.deep_copy())
+
+    def accept(self, token_id: int) -> bool:
+        """Take in a token that was drawn; True when the output is complete and nothing can follow."""
+        self._matcher.consume_token(token_id)
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """Why the sequence cannot go on: the grammar broke a limit on the way."""
+        return _shortened(self._matcher.get_error()) if self._matcher.is_error() else None
+
+    @property
+    def num_mask_words(self) -> int:
+        """Words of 32 bits that a mask takes."""
+        return self._library.num_mask_words
+
+
+def fill_masks(grammars: Seq[Grammar], masks: npt.NDArray[np.int32]) -> None:
+    """Write into `masks[i]` which tokens `grammars[i]` allows next; bit t of its bytes stands for token t.
+
+    An end-of-sequence token is allowed exactly where the output may end. The row of a grammar that has an
+    error afterwards means nothing. Several rows are filled at once, in threads without the GIL.
+
+    Args:
+        grammars: of one engine. masks: (len(grammars), num_mask_words), C-contiguous, overwritten.
+    """
+    assert masks.shape == (len(grammars), grammars[0].num_mask_words), masks.shape
+    assert masks.flags.c_contiguous
+    rows = [(grammar._matcher, row) for row, grammar in enumerate(grammars)]
+    grammars[0]._library.executor.unsafe_compute_mask_ptr(
+        rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
+    )
+
+
+class GrammarCompiler:
+    """The grammars of one model. Imports llguidance, and reads the vocabulary, when the first one comes.
+
+    tokenizer: None when the model has none; then every grammar is refused. eos_token_ids: all that end an
+    output; those outside `vocab_size` are left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Seq[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._compiled: OrderedDict[StructuredOutput, Future[LLMatcher]] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+        self._library: Future[_Library] | None = None
+        self._is_closed = False
+
+    def compile(self, output: StructuredOutput) -> Grammar:
+        """The grammar at its beginning; waits for its compilation, unless `start` was called well before.
+
+        Raises RequestError when it cannot be used; the message says why.
+        """
+        matcher = self.start(output).result()
+        assert self._library is not None
+        return Grammar(self._library.result(), matcher.deep_copy())
+
+    def start(self, output: StructuredOutput) -> Future[LLMatcher]:
+        """Have it compiled; `compile` waits no longer once the future is done."""
+        known = self._compiled.get(output)
+        if known is not None:
+            self._compiled.move_to_end(output)
+            return known
+        self.prepare()
+        assert self._pool is not None
+        future = self._compiled[output] = self._pool.submit(self._compile, output)
+        while len(self._compiled) > MAX_KEPT:
+            self._compiled.popitem(last=False)
+        return future
+
+    def prepare(self) -> None:
+        """Have the vocabulary read, so that the first request need not wait for it."""
+        if self._is_closed:
+            raise EngineError("the engine is closed; make a new LLM")
+        if self._pool is not None:
+            return
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            self._library = self._pool.submit(self._load)
+        finally:
+            threading.stack_size(usual)
+
+    def close(self) -> None:
+        """End the process and the thread that compile; what is under way is given up."""
+        self._is_closed = True
+        if self._pool is None or self._library is None:
+            return
+        self._library.cancel()
+        if self._library.done() and not self._library.cancelled() and self._library.exception() is None:
+            self._library.result().trial.close()
+        self._pool.shutdown(cancel_futures=True)
+        self._compiled.clear()
+
+    def _load(self) -> _Library:
+        return _Library(self._tokenizer, self._vocab_size, self._eos_token_ids)
+
+    def _compile(self, output: StructuredOutput) -> LLMatcher:
+        assert self._library is not None
+        return self._library.result().compile(output)
+
+
+class _Library:
+    """llguidance with the model's vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: list[int]) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise RequestError(
+                "structured_output needs the package llguidance: pip install 'octavo[serve]'"
+            ) from error
+        if tokenizer is None:
+            raise RequestError("structured_output needs a tokenizer and this model has none")
+        pieces = tokenizer.pieces(skip_special_tokens=True)
+        if pieces.rule.separator:
+            raise RequestError(
+                f"structured_output: the tokenizer of {tokenizer.origin} puts {pieces.rule.separator!r} "
+                "between its tokens, so no text can be spelled exactly"
+            )
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        special = [i for i, token in enumerate(tokens) if token and pieces.piece(i) is None]
+        if not eos_token_ids:
+            # Where an output may end there is then one more bit, which no row of logits has.
+            eos_token_ids = [vocab_size]
+            tokens.append(b"")
+        special = sorted({*special, *eos_token_ids})
+        encode = _Encoder(tokenizer, tokens, special)
+        vocabulary: Any = Vocabulary(tokens, special, eos_token_ids, encode)
+        self._lltokenizer: LLTokenizer = llguidance.LLTokenizer(vocabulary, eos_token=eos_token_ids)
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._new_matcher = llguidance.LLMatcher
+        self.executor: LLExecutor = llguidance.LLExecutor(min(cpu_count() or 1, _MAX_MASK_THREADS))
+        self.num_mask_words = -(-len(tokens) // 32)
+        self.trial = GrammarTrial(tokens, special, eos_token_ids)
+        weakref.finalize(self, self.trial.close)
+
+    def compile(self, output: StructuredOutput) -> LLMatcher:
+        named = ("json_object",) if output.json_object else ("json_schema", "regex", "lark")
+        name = next(name for name in named if getattr(output, name) is not None)
+        try:
+            grammar = self._grammar_text(output)
+        except ValueError as error:
+            raise _refusal(name, str(error)) from error
+        if (problem := self.trial.error_of(grammar)) is not None:
+            raise _refusal(name, problem)
+        matcher = self._new_matcher(self._lltokenizer, grammar, log_level=0, limits=self._limits)
+        matcher.compute_bitmask()  # what it learns of the tokens goes with its copies
+        if matcher.is_error():
+            raise _refusal(name, matcher.get_error())
+        return matcher
+
+    def _grammar_text(self, output: StructuredOutput) -> str:
+        if output.regex is not None:
+            return self._new_matcher.grammar_from_regex(output.regex)
+        if output.lark is not None:
+            return self._new_matcher.grammar_from_lark(output.lark)
+        schema = '{"type":"object"}' if output.json_schema is None else output.json_schema
+        return self._new_matcher.grammar_from_json_schema(schema, overrides=JSON_FORM)
+
+
+class _Encoder:
+    """Ids of a text in the middle of another, as the tokenizer splits it. Special tokens are plain text."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], special_token_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._speller = Speller(tokens, special_token_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        wanted = text.encode()
+        spelled = self._speller.spelled
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if spelled(token_ids) == wanted:
+            return token_ids
+        # A sentencepiece tokenizer puts a space in front of a text; behind a byte of its own it does not.
+        token_ids = self._tokenizer.encode(f"\x02{text}", add_special_tokens=False)
+        for start in range(1, min(4, len(token_ids))):
+            if spelled(token_ids[start:]) == wanted:
+                return token_ids[start:]
+        return self._speller.spell(wanted)
+
+
+def _refusal(name: str, problem: str) -> RequestError:
+    if "coerce_one_of" in problem:
+        problem = "oneOf is supported only where no value can match two of its parts; use anyOf"
+    return RequestError(f"structured_output: {name} cannot be used: {_shortened(problem)}")
+
+
+def _shortened(problem: str) -> str:
+    """llguidance's message without what it shows of its insides."""
+    lines = [line for line in problem.splitlines() if line and not line.startswith("<")]
+    text = "; ".join(lines)
+    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}..."
