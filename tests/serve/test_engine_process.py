@@ -1,0 +1,232 @@
+"""The engine process's loop, in this process, over a real socket pair; and the messages on the wire."""
+
+import socket
+import threading
+
+import pytest
+from helpers.core import answer, letters, make_engine
+from helpers.serve_engines import RAISES
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.engine.stats import EngineStats
+from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
+from octavo.sampling_params import SamplingParams
+from octavo.serve.channel import EngineChannel, _Frames
+from octavo.serve.engine_process import EngineLoop
+from octavo.serve.messages import (
+    Abort,
+    Accepted,
+    Item,
+    News,
+    Observed,
+    Refused,
+    Stop,
+    Submit,
+    Watch,
+    decode,
+    encode,
+)
+
+STATS = EngineStats(*range(11))
+
+
+class Front:
+    """The other end of the loop's socket, blocking, for tests."""
+
+    def __init__(self, sock):
+        self.socket = sock
+        self.frames = _Frames()
+        self.messages = []
+        sock.settimeout(20)
+
+    def send(self, *messages):
+        data = b"".join(len(raw).to_bytes(8, "big") + raw for raw in map(encode, messages))
+        self.socket.sendall(data)
+
+    def receive(self):
+        while not self.messages:
+            data = self.socket.recv(65536)
+            assert data, "the loop has gone"
+            self.messages += self.frames.feed(data)
+        return self.messages.pop(0)
+
+    def until(self, *request_ids):
+        """Everything up to the news in which the last of these requests ended."""
+        open_ids, seen = set(request_ids), []
+        while open_ids:
+            seen.append(self.receive())
+            if isinstance(seen[-1], News):
+                open_ids -= {item.request_id for item in seen[-1].items if item.output}
+            if isinstance(seen[-1], Refused):
+                open_ids.discard(seen[-1].request_id)
+        return seen
+
+
+@pytest.fixture
+def front():
+    """The front of a loop that runs once its `thread` is started; it must end when it is told to."""
+    ours, theirs = socket.socketpair()
+    engine = make_engine(poison={RAISES: "raise"})
+    channel = EngineChannel(theirs)
+    thread = threading.Thread(target=EngineLoop(engine, channel).run)
+    front = Front(ours)
+    front.thread, front.channel = thread, channel
+    yield front
+    front.send(Stop())
+    if not thread.ident:
+        thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    channel.close()
+    ours.close()
+
+
+def items(messages, request_id):
+    return [
+        item
+        for message in messages
+        if isinstance(message, News)
+        for item in message.items
+        if item.request_id == request_id
+    ]
+
+
+def test_a_streamed_request_comes_back_piece_by_piece_in_one_message_a_step(front):
+    front.thread.start()
+    front.send(Submit("a", [1, 2, 3], SamplingParams(max_tokens=4, seed=9), stream=True))
+    seen = front.until("a")
+    assert seen[0] == Accepted(("a",))
+    expected = answer([1, 2, 3], 4, 9)
+    mine = items(seen, "a")
+    assert [chunk.token_ids for item in mine for chunk in item.chunks] == [[token] for token in expected]
+    assert "".join(chunk.text for item in mine for chunk in item.chunks) == letters(expected)
+    assert mine[-1].output.token_ids == expected
+    assert mine[-1].output.prompt_token_ids == []
+    assert [message.started for message in seen[1:]] == [("a",), (), (), ()]
+    assert [message.num_tokens for message in seen[1:]] == [4, 1, 1, 1]
+    assert seen[-1].stats.num_owned_blocks == 0
+
+
+def test_a_request_that_is_not_streamed_is_told_of_once(front):
+    front.thread.start()
+    front.send(Submit("a", [1, 2, 3], SamplingParams(max_tokens=4, seed=9)))
+    seen = front.until("a")
+    with_news = [item for item in items(seen, "a") if item.chunks or item.output]
+    assert [(item.chunks, item.output.token_ids) for item in with_news] == [([], answer([1, 2, 3], 4, 9))]
+    assert len(seen) == 5, "accepted, and one message for each of four steps"
+
+
+def test_all_that_waits_is_taken_before_a_step(front):
+    params = SamplingParams(max_tokens=2)
+    front.send(*(Submit(str(i), [1, 2], params) for i in range(8)))
+    front.thread.start()
+    seen = front.until(*map(str, range(8)))
+    assert seen[0] == Accepted(tuple(map(str, range(8))))
+    assert len([message for message in seen if isinstance(message, News)]) == 2
+    assert seen[1].num_tokens == 8 * 3
+
+
+def test_what_the_engine_refuses_is_refused_alone(front):
+    good = SamplingParams(max_tokens=2)
+    front.send(
+        Submit("long", [1] * 500, good),
+        Submit("bad id", [1, 99], good),
+        Submit("stop", [1], SamplingParams(stop_token_ids=[1000])),
+        Submit("good", [1], good),
+    )
+    front.thread.start()
+    seen = front.until("good")
+    refused = {message.request_id: message for message in seen if isinstance(message, Refused)}
+    assert {id_: message.kind for id_, message in refused.items()} == dict.fromkeys(
+        ("long", "bad id", "stop"), "RequestError"
+    )
+    assert "prompt has 500 tokens" in refused["long"].message
+    assert Accepted(("good",)) in seen
+    assert items(seen, "good")[-1].output.finish_reason == "length"
+
+
+def test_a_submission_nobody_thought_of_harms_nobody(front):
+    params = SamplingParams(max_tokens=2)
+    front.send(Submit("odd", None, params), Submit("good", [1], params))
+    front.thread.start()
+    seen = front.until("good")
+    odd = next(message for message in seen if isinstance(message, Refused))
+    assert (odd.request_id, odd.kind) == ("odd", "EngineError")
+    assert "TypeError" in odd.message
+    assert items(seen, "good")[-1].output.finish_reason == "length"
+
+
+def test_an_abort_is_answered_with_the_output_so_far_and_frees_the_blocks(front):
+    front.thread.start()
+    front.send(Submit("a", [1, 2, 3], SamplingParams(max_tokens=150), stream=True))
+    front.receive()
+    front.receive()
+    front.send(Abort("a"), Abort("a"), Abort("nobody"))
+    seen = front.until("a")
+    output = items(seen, "a")[-1].output
+    assert output.finish_reason == "abort"
+    assert 0 < len(output.token_ids) < 150
+    last = seen[-1]
+    assert (last.stats.num_owned_blocks, last.stats.num_running, last.num_tokens) == (0, 0, 0)
+
+
+def test_a_step_that_raises_ends_what_ran_in_it_and_nothing_else(front):
+    front.thread.start()
+    front.send(Submit("bad", [RAISES], SamplingParams(max_tokens=3)))
+    seen = front.until("bad")
+    output = items(seen, "bad")[-1].output
+    assert (output.finish_reason, output.error) == ("error", "the step failed: ZeroDivisionError: boom")
+    front.send(Submit("good", [1], SamplingParams(max_tokens=3, seed=4)))
+    assert items(front.until("good"), "good")[-1].output.token_ids == answer([1], 3, 4)
+
+
+def test_the_observer_speaks_while_somebody_watches_and_first_in_full(front):
+    front.thread.start()
+    front.send(Watch(True))
+    first = front.receive()
+    assert isinstance(first, Observed)
+    assert first.is_full
+    assert b'"full"' in first.payload
+    front.send(Submit("a", [1, 2, 3], SamplingParams(max_tokens=3)))
+    front.until("a")
+    later = front.receive()
+    while not isinstance(later, Observed):
+        later = front.receive()
+    assert not later.is_full
+    assert b'"full"' not in later.payload
+    front.send(Watch(True))
+    assert front.receive().is_full
+    front.send(Watch(False), Submit("b", [1, 2, 3], SamplingParams(max_tokens=3)))
+    assert not any(isinstance(message, Observed) for message in front.until("b"))
+
+
+def test_the_loop_ends_when_the_front_has_gone():
+    ours, theirs = socket.socketpair()
+    loop = EngineLoop(make_engine(), EngineChannel(theirs))
+    ours.close()
+    with pytest.raises(EOFError):
+        loop.run()
+    theirs.close()
+
+
+def whole_output():
+    choice = CompletionOutput(0, "ab", [1, 2], "stop", "x", [{1: Logprob(-0.5, 1, "a")}], -0.5)
+    return RequestOutput("a", None, [], [choice], 3, RequestMetrics(0.1, None, 0.2, 1.0, 2), error="no")
+
+
+def test_news_survive_the_wire():
+    chunk = StreamChunk(1, "ab", [1, 2], "stop", 7, [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-9.0, 40)}])
+    news = News([Item("a", [chunk, StreamChunk(0, "")], whole_output())], STATS, 0.25, 17, ("a", "b"))
+    assert decode(encode(news)) == news
+    assert decode(encode(Abort("a"))) == Abort("a")
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.integers(1, 30))
+def test_messages_are_whole_however_their_bytes_arrive(payloads, step):
+    messages = [Observed(payload, False) for payload in payloads]
+    data = b"".join(len(raw).to_bytes(8, "big") + raw for raw in map(encode, messages))
+    frames, got = _Frames(), []
+    for start in range(0, len(data), step):
+        got += frames.feed(data[start : start + step])
+    assert got == messages
