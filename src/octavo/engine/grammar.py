@@ -118,8 +118,10 @@ class GrammarCompiler:
         self.prepare()
         assert self._pool is not None
         future = self._compiled[output] = self._pool.submit(self._compile, output)
-        while len(self._compiled) > MAX_KEPT:
-            self._compiled.popitem(last=False)
+        if len(self._compiled) > MAX_KEPT:
+            oldest = next((kept for kept, compiled in self._compiled.items() if compiled.done()), None)
+            if oldest is not None:
+                del self._compiled[oldest]
         return future
 
     def prepare(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.sampling_params import StructuredOutput
+from octavo.sampling_params import StructuredOutput, lark_json
 from octavo.serve import reasoning, tools
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _functions(calls: CallRules) -> list[str]:
         schema = {"type": "object"} if function.parameters is None else function.parameters
         rules += [
             f'function_{i}: {json.dumps(head, ensure_ascii=False)} arguments_{i} "}}"',
-            f"arguments_{i}: %json {json.dumps(schema)}",
+            f"arguments_{i}: {lark_json(schema)}",
         ]
     return rules
 
@@ -111,7 +111,8 @@ def _answer(answer: StructuredOutput) -> str:
     if answer.regex is not None:
         return f"answer: /{_regex(answer.regex)}/"
     schema = {"type": "object"} if answer.json_object else answer.json_schema
-    return f"answer: %json {schema if isinstance(schema, str) else json.dumps(schema)}"
+    assert schema is not None
+    return f"answer: {lark_json(schema)}"
 
 
 def _regex(pattern: str) -> str:

@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import fields
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from octavo.config import EngineConfig
 from octavo.errors import CapacityError, OctavoError, RequestError
@@ -48,6 +49,8 @@ logger = logging.getLogger("octavo.serve")
 
 OBSERVED_PERIOD_S: Final = 0.1
 """The page is told at most this often."""
+COMPILING_PERIOD_S: Final = 0.005
+"""How often an idle loop looks whether a grammar is compiled."""
 
 
 def main(sock: socket.socket, build: Build, config: EngineConfig) -> None:
@@ -98,6 +101,7 @@ def load(config: EngineConfig, tell: Callable[[Stage], None]) -> tuple[Engine, M
     llm = LLM(config.model, progress=progress, **options)
     stage_done("cache")
     engine, resolved = llm.engine, llm.config
+    engine.grammars.prepare()
     assert resolved.max_model_len is not None
     card = ModelCard(
         name=config.model,
@@ -129,6 +133,8 @@ class EngineLoop:
         self._is_full_due = False
         self._is_observation_due = False
         self._unstarted: dict[str, Request] = {}
+        # Submissions whose grammar is being compiled, beside the loop.
+        self._compiling: dict[str, tuple[Submit, Future[Any]]] = {}
         self._num_tokens = 0
         self._is_stopping = False
 
@@ -136,7 +142,8 @@ class EngineLoop:
         """Until `Stop`. Raises EOFError when the front has gone."""
         engine = self._engine
         while not self._is_stopping:
-            ended = self._take(self._channel.receive(self._patience_s()))
+            messages = self._channel.receive(self._patience_s())
+            ended = self._take(self._compiled() + messages)
             if engine.has_work:
                 began = time.perf_counter()
                 changed = engine.step()
@@ -150,6 +157,8 @@ class EngineLoop:
         """How long to wait for a message."""
         if self._engine.has_work:
             return 0.0
+        if self._compiling:
+            return COMPILING_PERIOD_S
         if self._is_observation_due:
             return max(0.0, self._next_observed_s - time.perf_counter())
         return None
@@ -164,6 +173,8 @@ class EngineLoop:
                     if self._submit(message):
                         accepted.append(message.request_id)
                 case Abort():
+                    if self._compiling.pop(message.request_id, None) is not None:
+                        self._channel.send(Refused(message.request_id, "EngineError", "it was aborted"))
                     request = self._engine.requests.get(message.request_id)
                     if request is not None:
                         self._engine.abort(message.request_id)
@@ -182,8 +193,19 @@ class EngineLoop:
             self._channel.send(Accepted(tuple(accepted)))
         return ended
 
+    def _compiled(self) -> list[ToEngine]:
+        """The submissions that waited for a grammar and need not any longer."""
+        done = [request_id for request_id, (_, future) in self._compiling.items() if future.done()]
+        return [self._compiling.pop(request_id)[0] for request_id in done]
+
     def _submit(self, message: Submit) -> bool:
+        """Whether the engine has taken it; if not, it was refused, or its grammar is being compiled."""
         try:
+            if (wanted := message.params.structured_output) is not None:
+                future = self._engine.grammars.start(wanted)
+                if not future.done():
+                    self._compiling[message.request_id] = (message, future)
+                    return False
             request = self._engine.add_request(
                 message.prompt_token_ids,
                 message.params,
