@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.errors import EngineError
+from octavo.errors import EngineError, RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
 from octavo.serve.answer import (
     Answer,
@@ -69,6 +69,8 @@ async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings:
         if not body.stream:
             return JSONResponse(writer.whole(await generation.result()))
         await generation.accepted()
+    except RequestError as error:
+        raise chat.named(error) from error
     except BaseException:  # being cancelled included: the client has gone
         generation.abort()
         raise

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutput, lark_json
 from octavo.serve import reasoning, tools
+from octavo.serve.api_errors import ApiError
 
 if TYPE_CHECKING:
     from octavo.serve.chat_protocol import FunctionDefinition
@@ -47,6 +49,8 @@ def constraint(
     answer: the format the request asked for; a grammar of its own goes for the whole output as it is.
     calls: None when none may be made. reasons: None when the model does not reason, else whether the prompt
     has already opened `<think>`.
+
+    Raises ApiError (400) for parameters that are no schema.
     """
     if answer is not None and answer.lark is not None and not (calls is not None and calls.must_call):
         return answer
@@ -99,10 +103,14 @@ def _functions(calls: CallRules) -> list[str]:
     rules = [rf'rest_of_call: "\n" ({names}) "\n{tools.CLOSE}"']
     for i, function in enumerate(calls.functions):
         head = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": '
-        schema = {"type": "object"} if function.parameters is None else function.parameters
+        try:
+            arguments = lark_json({"type": "object"} if function.parameters is None else function.parameters)
+        except RequestError as error:
+            message = f"tools: the parameters of {function.name!r} cannot be kept to: {error}"
+            raise ApiError(400, message, param="tools") from error
         rules += [
             f'function_{i}: {json.dumps(head, ensure_ascii=False)} arguments_{i} "}}"',
-            f"arguments_{i}: {lark_json(schema)}",
+            f"arguments_{i}: {arguments}",
         ]
     return rules
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.serve import reasoning, tools
 from octavo.serve.answer import AnswerFormat
@@ -41,6 +42,14 @@ class PreparedChat:
     prompt_token_ids: list[int]
     params: SamplingParams
     format: AnswerFormat
+    bound_by: str
+    """The field that the constraint on the output comes from, if there is one."""
+
+    def named(self, error: RequestError) -> Exception:
+        """The error, naming the client's own field where the engine found its grammar at fault."""
+        if not str(error).startswith("structured_output"):
+            return error
+        return ApiError(400, f"{self.bound_by}: {error}", param=self.bound_by)
 
 
 async def prepare_chat(body: ChatRequest, engine: AsyncEngine, settings: ServeSettings) -> PreparedChat:
@@ -64,7 +73,10 @@ async def prepare_chat(body: ChatRequest, engine: AsyncEngine, settings: ServeSe
     if body.skip_special_tokens is None and _hides_tags(tokenizer, answer_format):
         more["skip_special_tokens"] = False
     params = to_sampling_params(body, engine.model, **more)
-    return PreparedChat(prompt, token_ids, params, answer_format)
+    bound_by = "structured_outputs" if body.structured_outputs is not None else "response_format"
+    if calls is not None and not calls.is_free:
+        bound_by = "tools"
+    return PreparedChat(prompt, token_ids, params, answer_format, bound_by)
 
 
 def call_rules(body: ChatRequest, settings: ServeSettings) -> CallRules | None:

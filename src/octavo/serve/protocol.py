@@ -6,7 +6,6 @@ status 400 naming the field. `null` means the default, everywhere.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol, Self
@@ -15,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 from octavo.errors import shown
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, StructuredOutput
 from octavo.serve.api_errors import ApiError
 
 MAX_TOP_LOGPROBS = 20
@@ -110,7 +109,7 @@ class StreamOptions(Body):
 class JsonSchemaFormat(Body):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = Field(default=None, description="Without effect: the schema is always kept.")
 
 
@@ -124,9 +123,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """An extension: what the answer must look like; exactly one field."""
 
-    json_: dict[str, Any] | bool | str | None = Field(
-        default=None, alias="json", description="A JSON schema."
-    )
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json", description="A JSON schema.")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = Field(default=None, min_length=1, description="One of these texts.")
@@ -306,13 +303,11 @@ def _check_token_id(name: str, token_id: int, vocab_size: int) -> None:
         )
 
 
-def structured_output(request: SamplingFields) -> Any:
+def structured_output(request: SamplingFields) -> StructuredOutput | None:
     """The request's `response_format` or `structured_outputs` as a StructuredOutput, or None.
 
     Raises ApiError (400) when both are given, or one is incomplete.
     """
-    from octavo.sampling_params import StructuredOutput
-
     response_format: ResponseFormat | None = getattr(request, "response_format", None)
     if response_format is not None and response_format.type != "json_schema":
         if response_format.json_schema is not None:
@@ -342,7 +337,7 @@ def structured_output(request: SamplingFields) -> Any:
             param="structured_outputs",
         )
     if own.json_ is not None:
-        return StructuredOutput(json_schema=schema_source(own.json_))
+        return StructuredOutput(json_schema=own.json_)
     if own.json_object:
         return StructuredOutput(json_object=True)
     if own.regex is not None:
@@ -357,9 +352,7 @@ def _literal(text: str) -> str:
     return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", r"\\\g<0>", text)
 
 
-def _from_response_format(response_format: ResponseFormat) -> Any:
-    from octavo.sampling_params import StructuredOutput
-
+def _from_response_format(response_format: ResponseFormat) -> StructuredOutput:
     if response_format.type == "json_object":
         return StructuredOutput(json_object=True)
     wrapper = response_format.json_schema
@@ -369,25 +362,4 @@ def _from_response_format(response_format: ResponseFormat) -> Any:
             "response_format.json_schema.schema is missing: type 'json_schema' needs the schema to keep",
             param="response_format.json_schema.schema",
         )
-    return StructuredOutput(json_schema=schema_source(wrapper.schema_))
-
-
-def schema_source(schema: dict[str, Any] | bool | str) -> dict[str, Any] | str:
-    """A schema as StructuredOutput takes it: an object; `true` and `false`, which are schemas too, as text.
-
-    Raises ApiError (400) for text that is not JSON.
-    """
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(
-                400, f"structured_outputs.json is not valid JSON ({error})", param="structured_outputs.json"
-            ) from error
-    if not isinstance(schema, dict | bool):
-        raise ApiError(
-            400,
-            f"structured_outputs.json: expected a JSON schema (an object), got {shown(schema)}",
-            param="structured_outputs.json",
-        )
-    return json.dumps(schema) if isinstance(schema, bool) else schema
+    return StructuredOutput(json_schema=wrapper.schema_)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
+from octavo.errors import RequestError
 from octavo.outputs import Logprob, RequestOutput
 from octavo.serve.answer import AnswerReader, new_id, num_reasoning_tokens
 from octavo.serve.api_errors import as_api_error
@@ -66,6 +67,8 @@ async def _respond(
         if not body.stream:
             return JSONResponse(writer.whole(await generation.result()))
         await generation.accepted()
+    except RequestError as error:
+        raise chat.named(error) from error
     except BaseException:  # being cancelled included: the client has gone
         generation.abort()
         raise
