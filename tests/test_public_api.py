@@ -48,6 +48,7 @@ def test_the_kernel_door():
         "embedding",
         "flash_attn_varlen_func",
         "flash_attn_with_kvcache",
+        "gelu_tanh",
         "grouped_linear",
         "linear",
         "pack_experts",

@@ -20,6 +20,7 @@ from torch import Tensor
 from octavo.kernels import (
     apply_rotary,
     flash_attn_varlen_func,
+    gelu_tanh,
     grouped_linear,
     pack_experts,
     rms_norm,
@@ -156,6 +157,7 @@ ALL: dict[str, Call] = SOME | {
     "rotate and write 9/3/64 few": rotate_and_write((9, 3), 64, 16, norm=False),
     "norm 1024 few": norm(1024, 8),
     "rotary 128": rotary(128),
+    "gelu 3072": lambda: gelu_tanh(torch.zeros(4096, 3072, dtype=BF16)),
     "silu 3072": lambda: silu_and_mul(torch.zeros(4096, 6144, dtype=BF16)),
     "experts 128x2048x768 some": experts(128 * 32, 2048, 768),
     "experts 128x2048x768 more": experts(128 * 64, 2048, 768),

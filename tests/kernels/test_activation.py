@@ -1,11 +1,13 @@
-"""`silu_and_mul` against torch's silu."""
+"""`silu_and_mul` against torch's silu, `gelu_tanh` against its formula."""
+
+import math
 
 import pytest
 import torch
 from helpers.kernels import assert_within_budget
 from torch.nn import functional
 
-from octavo.kernels import silu_and_mul
+from octavo.kernels import gelu_tanh, silu_and_mul
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -35,3 +37,27 @@ def test_a_strided_input(implementation: str) -> None:
     torch.testing.assert_close(
         silu_and_mul(wide[:, 10:50]), silu_and_mul(wide[:, 10:50].contiguous()), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("shape", [(5, 3072), (1, 1), (3, 37), (0, 8), (130, 64)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_equals_its_formula(implementation: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    kept = x.clone()
+    out = gelu_tanh(x)
+    wide = x.double()
+    exact = wide / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+    assert_within_budget(out, exact, functional.gelu(x, approximate="tanh"))
+    assert out.is_contiguous()
+    assert torch.equal(x, kept)
+
+
+def test_gelu_far_from_zero(implementation: str) -> None:
+    x = torch.tensor([[-1e6, -1000.0, -20.0, 0.0, 20.0, 1000.0, 1e6]])
+    torch.testing.assert_close(gelu_tanh(x), torch.relu(x), rtol=0, atol=1e-30)
+
+
+def test_gelu_of_a_strided_input(implementation: str) -> None:
+    wide = torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
+    strided, whole = gelu_tanh(wide[:, 10:51]), gelu_tanh(wide[:, 10:51].contiguous())
+    torch.testing.assert_close(strided, whole, rtol=1e-6, atol=1e-6)

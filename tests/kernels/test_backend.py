@@ -14,7 +14,7 @@ from octavo.kernels import backend, pack_weight, silu_and_mul
 from octavo.kernels import triton as triton_room
 from octavo.kernels.linear import Form, PackedWeight
 
-COMPILED_FOR_CPU = ("varlen_attention", "write_kv_cache", "rms_norm", "apply_rotary", "silu_and_mul")
+COMPILED_FOR_CPU = ("varlen_attention", "write_kv_cache", "rms_norm", "apply_rotary", "silu_and_mul", "gelu_tanh")
 
 
 def fake_room(monkeypatch: pytest.MonkeyPatch, module: object, room: str = "cpu") -> None:
@@ -51,7 +51,7 @@ class Working:
         raise RuntimeError("illegal instruction")
 
     varlen_attention = write_kv_cache = rotate_and_write_kv_cache = _broken
-    rms_norm = apply_rotary = sample = grouped_linear = _broken
+    rms_norm = apply_rotary = sample = grouped_linear = gelu_tanh = _broken
 
 
 def test_the_compiled_kernels_run_here_and_are_chosen() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.tokenizers_by_hand import Source, byte_level, sentencepiece_like
+from helpers.tokenizers_by_hand import BYTE_CHARACTERS, Source, byte_level, sentencepiece_like
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GPT2Tokenizer
 
 from octavo.errors import ModelError
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
@@ -179,3 +179,54 @@ def test_a_llama_folder_equals_transformers(tmp_path: Path) -> None:
         assert ours.encode(text) == (expected if text.startswith("<s>") else theirs.encode(text))
         for skip in (True, False):
             assert ours.decode(expected, skip) == theirs.decode(expected, skip_special_tokens=skip)
+
+
+GPT2_MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "r l", "Ġwo rl", "Ġworl d", "Ã ©"]
+
+
+def gpt2_folder(path: Path, **changes: Any) -> Source:
+    """A vocabulary of single bytes and what the merges make, in the two files GPT-2 came in."""
+    vocab = {char: i for i, char in enumerate(sorted(BYTE_CHARACTERS.values()))}
+    for merge in GPT2_MERGES:
+        vocab[merge.replace(" ", "")] = len(vocab)
+    vocab["<|endoftext|>"] = len(vocab)
+    files = {
+        "config.json": json.dumps({"model_type": "gpt2"}),
+        "vocab.json": json.dumps(vocab),
+        "merges.txt": "\n".join(["#version: 0.2", *GPT2_MERGES, ""]),
+        **changes,
+    }
+    for name, content in files.items():
+        if content is not None:
+            (path / name).write_text(content, encoding="utf-8")
+    return Source("folder", path)
+
+
+@pytest.mark.parametrize("prefix_space", [False, True])
+def test_the_two_files_of_gpt2(tmp_path: Path, prefix_space: bool) -> None:
+    config = json.dumps({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": prefix_space})
+    tokenizer = load_tokenizer(gpt2_folder(tmp_path, **{"tokenizer_config.json": config}))
+    theirs = GPT2Tokenizer(
+        vocab=json.loads((tmp_path / "vocab.json").read_text()),
+        merges=[tuple(merge.split(" ")) for merge in GPT2_MERGES],
+        add_prefix_space=prefix_space,
+    )
+    for text in ("hello world", " hello  world's 12é\n", "hello<|endoftext|>hello", ""):
+        assert tokenizer.encode(text) == theirs(text)["input_ids"]
+        assert tokenizer.decode(tokenizer.encode(text)) == theirs.decode(
+            theirs(text)["input_ids"], skip_special_tokens=True
+        )
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 256 + len(GPT2_MERGES)
+    assert len(tokenizer.encode("hello world")) == (3 if prefix_space else 2)
+
+
+def test_two_files_of_another_model_or_broken_ones_are_refused(tmp_path: Path) -> None:
+    other = json.dumps({"tokenizer_class": "Qwen2Tokenizer"})
+    with pytest.raises(ModelError, match=r"no tokenizer.json there, only the older vocab.json"):
+        load_tokenizer(gpt2_folder(tmp_path, **{"tokenizer_config.json": other}))
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelError, match=r"vocab.json and merges.txt make no tokenizer"):
+        load_tokenizer(gpt2_folder(tmp_path, **{"merges.txt": "a b c\n"}))
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ModelError, match=r"merges.txt: cannot be read"):
+        load_tokenizer(gpt2_folder(tmp_path, **{"merges.txt": None}))

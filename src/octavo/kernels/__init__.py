@@ -10,7 +10,7 @@ Importing this loads torch and nothing of the engine; Numba is loaded by the fir
 
 from __future__ import annotations
 
-from octavo.kernels.activation import silu_and_mul
+from octavo.kernels.activation import gelu_tanh, silu_and_mul
 from octavo.kernels.attention import flash_attn_varlen_func
 from octavo.kernels.grouped_linear import PackedExperts, grouped_linear, pack_experts
 from octavo.kernels.kv_write import write_kv_cache
@@ -29,6 +29,7 @@ __all__ = [
     "embedding",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "gelu_tanh",
     "grouped_linear",
     "linear",
     "pack_experts",

@@ -1,4 +1,4 @@
-"""The gated activation of the MLP."""
+"""The activations of the MLP: the gated one of most models, and GPT-2's."""
 
 from __future__ import annotations
 
@@ -25,5 +25,24 @@ def silu_and_mul(x: Tensor) -> Tensor:
     checks.tensor(name, "x", x, "T, 2 * I")
     if x.shape[1] % 2:
         raise checks.wrong(name, "the last dimension of x", "even: [gate | up]", x.shape[1])
+    out: Tensor = backend.select(name, "cpu" if x.is_cpu else x.device.type, x.dtype)(x)
+    return out
+
+
+@names_wrong_types
+def gelu_tanh(x: Tensor) -> Tensor:
+    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))``, computed in float32.
+
+    Args:
+        x: (T, I), any float dtype, any strides with a contiguous last dimension. Not changed.
+
+    Returns:
+        (T, I), a new contiguous tensor of the dtype of x. On the CPU a row has the same bits wherever it is.
+
+    Raises:
+        KernelArgumentError: x is not two-dimensional.
+    """
+    name = "gelu_tanh"
+    checks.tensor(name, "x", x, "T, I")
     out: Tensor = backend.select(name, "cpu" if x.is_cpu else x.device.type, x.dtype)(x)
     return out

@@ -58,6 +58,7 @@ KERNELS: dict[str, tuple[str, tuple[str, ...], tuple[Any, ...]]] = {
     "rms_norm": ("norm", ("x dtype", "weight dtype"), (torch.float32, torch.float32)),
     "apply_rotary": ("rotary", ("q dtype",), (torch.float32,)),
     "silu_and_mul": ("activation", ("x dtype",), (torch.float32,)),
+    "gelu_tanh": ("activation", ("x dtype",), (torch.float32,)),
     "grouped_linear": ("grouped_linear", ("x dtype",), (torch.float32,)),
     "sample": ("sampling", ("logits dtype",), (torch.float32,)),
 }

@@ -219,6 +219,10 @@ def _activation(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     return [kernel(draw(3, 2 * 37))]
 
 
+def _gelu(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    return [kernel(4 * draw(3, 37))]
+
+
 def _grouped(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     """Groups of many rows, none and one, in order and from anywhere to anywhere."""
     form: Form = "float32" if draw.run == torch.float32 and draw.device.type == "cpu" else "dense"
@@ -239,6 +243,7 @@ CASES: dict[str, Case] = {
     "rms_norm": _norm,
     "apply_rotary": _rotary,
     "silu_and_mul": _activation,
+    "gelu_tanh": _gelu,
     "grouped_linear": _grouped,
     "sample": _sample,
 }

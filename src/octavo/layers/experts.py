@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from octavo.kernels import PackedExperts, grouped_linear, silu_and_mul
 from octavo.layers.linear import Linear
@@ -51,7 +52,9 @@ class ExpertsMLP:
         mixed = answers.view(x.shape[0], self.num_per_token, x.shape[1]).sum(dim=1)
         if self.shared is None or self.shared_gate is None:
             return mixed
-        return mixed + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+        # A softmax beside 0 is the sigmoid; torch's own rounds by where in the tensor a number lies.
+        opening = torch.softmax(functional.pad(self.shared_gate(x), (0, 1)), dim=-1)[:, :1]
+        return mixed + opening * self.shared(x)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each token's weights, float32, and experts, (T, num_per_token) both."""

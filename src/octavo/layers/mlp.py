@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
-from octavo.kernels import silu_and_mul
+from octavo.kernels import gelu_tanh, silu_and_mul
 from octavo.layers.linear import Linear
 
 
@@ -34,4 +33,4 @@ class GeluMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, hidden) -> (T, hidden)."""
-        return self.down(functional.gelu(self.up(x), approximate="tanh"))
+        return self.down(gelu_tanh(self.up(x)))

@@ -6,23 +6,33 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.errors import ModelError, shown
 from octavo.text.recipe import TokenizerRecipe
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GPT2_END = "<|endoftext|>"
 
 
 def recipe_from_folder(folder: Path) -> TokenizerRecipe:
     """Read `tokenizer.json` and the files beside it; ModelError as `load_tokenizer` says.
 
+    A GPT-2 folder may have `vocab.json` and `merges.txt` in its place, as they were before there was one.
     `tokenizer_config.json` outranks `special_tokens_map.json`. A chat template comes from
     `chat_template.jinja` (and `additional_chat_templates/*.jinja`), else from the configuration, else from
     `chat_template.json`.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    config = _json(folder / "tokenizer_config.json")
+    specials = {**_json(folder / "special_tokens_map.json"), **config}
+    if path.is_file():
+        backend = _parsed(path)
+    elif _is_gpt2(folder, config) and (folder / "vocab.json").is_file():
+        path = folder / "vocab.json"
+        backend = _gpt2(folder, bool(config.get("add_prefix_space")))
+        specials = {"bos_token": _GPT2_END, "eos_token": _GPT2_END, **specials}
+    else:
         older = next((name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None)
         found = f", only the older {older}" if older else ""
         raise ModelError(
@@ -30,15 +40,7 @@ def recipe_from_folder(folder: Path) -> TokenizerRecipe:
             "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder), "
             "or pass token ids as prompts"
         )
-    text = _read(path)
-    try:
-        backend = Tokenizer.from_str(text)
-    except Exception as error:  # the Rust side raises bare Exception
-        raise ModelError(
-            f"{path}: cannot be read as a tokenizer ({error}); download the file again"
-        ) from error
-    config = _json(folder / "tokenizer_config.json")
-    specials = _special_tokens({**_json(folder / "special_tokens_map.json"), **config}, path)
+    specials = _special_tokens(specials, path)
     _add_configured_tokens(backend, config.get("added_tokens_decoder") or {}, folder)
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     named = extra.values() if isinstance(extra, dict) else extra
@@ -53,6 +55,39 @@ def recipe_from_folder(folder: Path) -> TokenizerRecipe:
         add_bos_token=config.get("add_bos_token"),
         add_eos_token=config.get("add_eos_token"),
     )
+
+
+def _parsed(path: Path) -> Tokenizer:
+    text = _read(path)
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the Rust side raises bare Exception
+        raise ModelError(
+            f"{path}: cannot be read as a tokenizer ({error}); download the file again"
+        ) from error
+
+
+def _is_gpt2(folder: Path, config: dict[str, Any]) -> bool:
+    kind = config.get("tokenizer_class")
+    if isinstance(kind, str):
+        return kind in ("GPT2Tokenizer", "GPT2TokenizerFast")
+    return _json(folder / "config.json").get("model_type") == "gpt2"
+
+
+def _gpt2(folder: Path, add_prefix_space: bool) -> Tokenizer:
+    """Byte-level BPE from GPT-2's two files; other models that have such files split the text otherwise."""
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    lines = [line for line in _read(merges).splitlines() if line and not line.startswith("#version")]
+    try:
+        pairs = [(left, right) for left, right in (line.split(" ") for line in lines)]
+        backend = Tokenizer(models.BPE(vocab=_json(vocab), merges=pairs))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise ModelError(
+            f"{folder}: vocab.json and merges.txt make no tokenizer ({error}); download them again"
+        ) from error
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
 def _read(path: Path) -> str:

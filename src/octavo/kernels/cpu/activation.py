@@ -1,4 +1,4 @@
-"""The gated activation of the MLP on the CPU."""
+"""The activations of the MLP on the CPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up` of `x = [gate | up]`."""
     from octavo.kernels.cpu import small_kernels
 
-    rows, width = x.shape[0], x.shape[1] // 2
+    return _run(small_kernels.silu_kernel(host.DTYPE_NAMES[x.dtype]), x, x.shape[1] // 2)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`."""
+    from octavo.kernels.cpu import small_kernels
+
+    return _run(small_kernels.gelu_kernel(host.DTYPE_NAMES[x.dtype]), x, x.shape[1])
+
+
+def _run(kernel: int, x: Tensor, width: int) -> Tensor:
+    rows = x.shape[0]
     out = torch.empty((rows, width), dtype=x.dtype)
     stride = x.stride(0) * x.element_size()
     parameters = (rows, width, x.data_ptr(), stride, out.data_ptr(), _ROWS_PER_TASK)
-    threads.run(
-        small_kernels.silu_kernel(host.DTYPE_NAMES[x.dtype]),
-        parameters,
-        parallel=out.numel() > _PARALLEL_ITEMS,
-    )
+    threads.run(kernel, parameters, parallel=out.numel() > _PARALLEL_ITEMS)
     return out

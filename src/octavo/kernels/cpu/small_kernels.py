@@ -1,4 +1,4 @@
-"""The kernels without a matrix product: norm, rotary, gated activation, cache write.
+"""The kernels without a matrix product: norm, rotary, activations, cache write.
 
 A task is a few rows or tokens.
 """
@@ -44,6 +44,12 @@ def rotary_kernel(dtype: str, pairs: str) -> int:
 def silu_kernel(dtype: str) -> int:
     """Address of the kernel of `octavo.kernels.cpu.activation`."""
     return compile_kernel(_silu(dtype, vector_shape().lanes, source_digest()))
+
+
+@functools.cache
+def gelu_kernel(dtype: str) -> int:
+    """Address of the kernel of `octavo.kernels.cpu.activation` for GPT-2's activation."""
+    return compile_kernel(_gelu(dtype, vector_shape().lanes, source_digest()))
 
 
 @functools.cache
@@ -274,6 +280,42 @@ def _silu(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
                     store(to + c * item, silu_g1 * load(up + c * item, dtype, 1), dtype)
 
     return silu
+
+
+def _gelu(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
+    item = ITEM_BYTES[dtype]
+    # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
+    outer = -2.0 * math.sqrt(2.0 / math.pi)
+    inner = 0.044715 * outer
+
+    def gelu(block: int) -> None:
+        digest  # noqa: B018  # part of the cache key
+        rows = load_i64(block, 2)
+        width = load_i64(block, 3)
+        x = load_i64(block, 4)
+        x_row = load_i64(block, 5)
+        out = load_i64(block, 6)
+        rows_per_task = load_i64(block, 7)
+        whole = width // lanes * lanes
+        while True:
+            first = take(block, 0) * rows_per_task
+            if first >= rows:
+                break
+            for row in range(first, min(first + rows_per_task, rows)):
+                source = x + row * x_row
+                to = out + row * width * item
+                for c in range(0, whole, lanes):
+                    value = load(source + c * item, dtype, lanes)
+                    power = fma(value * value, splat(float32(inner), lanes), splat(float32(outer), lanes))
+                    shut = splat(float32(1.0), lanes) + exp(value * power)
+                    store(to + c * item, value / shut, dtype)
+                for c in range(whole, width):
+                    one = load(source + c * item, dtype, 1)
+                    power1 = fma(one * one, splat(float32(inner), 1), splat(float32(outer), 1))
+                    shut1 = splat(float32(1.0), 1) + exp(one * power1)
+                    store(to + c * item, one / shut1, dtype)
+
+    return gelu
 
 
 def _kv_write(dtype: str, cache_dtype: str, lanes: int, digest: str) -> Callable[[int], None]:

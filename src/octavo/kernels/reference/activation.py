@@ -1,4 +1,4 @@
-"""The gated activation of the MLP."""
+"""The activations of the MLP."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up` of `x = [gate | up]`."""
     gate, up = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`."""
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return functional.gelu(wide, approximate="tanh").to(x.dtype)

@@ -147,7 +147,7 @@ def _activation_cases() -> list[Case]:
     cases: list[Case] = []
     for width, tokens in itertools.product(_WIDTHS, _TOKENS):
         x = torch.empty(tokens, 2 * width, dtype=_BF16, device="meta")
-        key, default = activation.launch_class(x)
+        key, default = activation.launch_class(x, width)
         cases.append({"key": key, "default": default, "device": "cuda", "width": width, "tokens": tokens})
     return cases
 
