@@ -170,7 +170,7 @@ class _Writer:
 
 
 class _ChoiceStream:
-    """The chunks of one choice: first its role, then what comes, and one chunk that says how it ended."""
+    """The chunks of one choice: its role when its text begins, what comes, and one that says how it ended."""
 
     def __init__(self, index: int, reader: AnswerReader, head: str, tail: str) -> None:
         self.reader = reader
@@ -184,15 +184,17 @@ class _ChoiceStream:
     def read(self, chunk: StreamChunk, logprobs: list[Any] | None) -> list[str]:
         """The chunks that this piece gives; `logprobs` of its tokens, when they are asked for."""
         chunks = []
-        if not self._is_begun:
-            self._is_begun = True
-            chunks.append(self._chunk({"role": "assistant", "content": ""}))
         # Text may be held back while its tokens are not: those wait for the next chunk that has text.
         if logprobs is not None:
             self._logprobs += logprobs
         events = self.reader.push(chunk.text)
         if chunk.finish_reason is not None:
             events += self.reader.finish(is_cut=chunk.finish_reason == "length")
+        if not self._is_begun and (events or chunk.finish_reason is not None):
+            self._is_begun = True
+            begins_with_text = not events or events[0].kind == "content"
+            role = {"role": "assistant", "content": "" if begins_with_text else None}
+            chunks.append(self._chunk(role))
         for event in events:
             chunks.append(self._chunk(self._delta(event), self._take(logprobs)))
         if chunk.finish_reason is not None:

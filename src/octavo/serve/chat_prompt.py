@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, nearest
 from octavo.sampling_params import SamplingParams
 from octavo.serve import reasoning, tools
 from octavo.serve.answer import AnswerFormat
@@ -47,9 +47,10 @@ class PreparedChat:
 
     def named(self, error: RequestError) -> Exception:
         """The error, naming the client's own field where the engine found its grammar at fault."""
-        if not str(error).startswith("structured_output"):
+        head, _, problem = str(error).partition("structured_output: ")
+        if head or not problem:
             return error
-        return ApiError(400, f"{self.bound_by}: {error}", param=self.bound_by)
+        return ApiError(400, f"{self.bound_by}: {problem}", param=self.bound_by)
 
 
 async def prepare_chat(body: ChatRequest, engine: AsyncEngine, settings: ServeSettings) -> PreparedChat:
@@ -147,6 +148,7 @@ def _encode(
 
 def _template_options(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
+    readable = template_variables(tokenizer)
     for name in options:
         if name == "chat_template":
             raise ApiError(
@@ -160,9 +162,15 @@ def _template_options(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]
                 f"chat_template_kwargs.{name}: this is a field of the request itself; give it there",
                 param="chat_template_kwargs",
             )
+        if name not in readable:
+            raise ApiError(
+                400,
+                f"chat_template_kwargs.{name}: this model's chat template does not read it"
+                f"{nearest(name, readable)}; leave it out",
+                param="chat_template_kwargs",
+            )
     effort = body.reasoning_effort
     if effort is not None:
-        readable = template_variables(tokenizer)
         if "reasoning_effort" in readable:
             options.setdefault("reasoning_effort", effort)
         elif "enable_thinking" in readable:

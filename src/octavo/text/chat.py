@@ -87,11 +87,12 @@ def render_chat(
 
 
 def template_variables(tokenizer: Tokenizer) -> frozenset[str]:
-    """Names that the default chat template reads from outside; empty when there is none."""
+    """Names that the templates taken by default, without tools and with, read from outside."""
     from octavo.text.template import compile_template
 
-    source = tokenizer.chat_template
-    return frozenset() if source is None else compile_template(source).variables
+    templates = tokenizer.chat_templates
+    sources = [templates[name] for name in ("default", "tool_use") if name in templates]
+    return frozenset().union(*(compile_template(source).variables for source in sources))
 
 
 def _choose_template(tokenizer: Tokenizer, asked: str | None, has_tools: bool) -> str:
