@@ -47,7 +47,7 @@ def test_what_the_config_means() -> None:
         ({"n_head": 5}, r"n_embd \(48\) must be a multiple of n_head \(5\)"),
         ({"n_head": 0}, r"must be a multiple of n_head \(0\)"),
         ({"n_layer": None}, "num_hidden_layers is missing"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true is not supported"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx = true is not supported"),
         ({"scale_attn_weights": False}, "scale_attn_weights = false is not supported"),
         ({"add_cross_attention": True}, "add_cross_attention = true is not supported"),
         ({"layer_norm_epsilon": 0}, "the epsilon of the norms must be above 0, got 0"),
@@ -75,7 +75,7 @@ def test_the_engine_gives_the_tokens_of_transformers_up_to_the_last_position(tmp
         assert output.finish_reason == "length"
         with pytest.raises(RequestError, match="64"):
             llm.generate([random_ids(65)], params)
-    with pytest.raises(ConfigError, match="max_model_len: expected 1 to 64, .* got 65"):
+    with pytest.raises(ConfigError, match=r"max_model_len: expected 1 to 64, .* got 65"):
         LLM(folder, max_model_len=65)
 
 

@@ -28,7 +28,7 @@ def rewritten(model_type: str, folder: Path, change: Callable[[Tensors], Tensors
 
 
 def fused(tensors: Tensors) -> Tensors:
-    """One tensor of all experts, as Transformers 5 holds them: (E, 2 I, H), gate's rows first, and (E, H, I)."""
+    """One tensor of all experts, as Transformers 5 holds them: (E, 2 I, H), gate first, and (E, H, I)."""
     result = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(3):
         at = f"model.layers.{layer}.mlp.experts."
@@ -60,9 +60,7 @@ def without_prefix_and_with_masks(tensors: Tensors) -> Tensors:
         ("gpt2", without_prefix_and_with_masks),
     ],
 )
-def test_the_model_is_the_same(
-    model_type: str, change: Callable[[Tensors], Tensors], tmp_path: Path
-) -> None:
+def test_the_model_is_the_same(model_type: str, change: Callable[[Tensors], Tensors], tmp_path: Path) -> None:
     path, expected = rewritten(model_type, tmp_path, change)
     seen: list[tuple[int, int]] = []
     loaded = load_model(path, progress=lambda name, done, total: seen.append((done, total)))
@@ -86,5 +84,5 @@ def test_a_fused_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(
         return result
 
     path, _ = rewritten("qwen3_moe", tmp_path, narrow)
-    with pytest.raises(WeightsError, match=r"experts.0.gate_proj.weight: expected \(20, 48\), got \(19, 48\)"):
+    with pytest.raises(WeightsError, match=r"0.gate_proj.weight: expected \(20, 48\), got \(19, 48\)"):
         load_model(path)
