@@ -14,7 +14,7 @@ class Observed(ScriptedEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.num_prompt = self.num_hit = 0
+        self.num_prompt = self.num_hit = self.num_output = 0
         self._run, self.runner.run = self.runner.run, self._count  # type: ignore[method-assign]
         self.observer = Observer(self, clock=lambda: 12.5)  # type: ignore[arg-type]
 
@@ -27,7 +27,7 @@ class Observed(ScriptedEngine):
             num_owned_blocks=self.cache.num_owned,
             num_steps=len(self.plans),
             num_prompt_tokens=self.num_prompt,
-            num_output_tokens=0,
+            num_output_tokens=self.num_output,
             num_hit_tokens=self.num_hit,
             num_preemptions=self.scheduler.num_preemptions,
             num_evictions=self.cache.num_evictions,
@@ -42,6 +42,7 @@ class Observed(ScriptedEngine):
     def _count(self, plan: Schedule) -> list[int]:
         self.num_prompt += plan.num_prompt_tokens
         self.num_hit += plan.num_hit_tokens
+        self.num_output += len(plan.sampled)
         return self._run(plan)
 
 

@@ -12,14 +12,15 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 import uvicorn
-from helpers.serve import CARD, STATS, Answer, Script, ScriptedLink, scripted_engine
+from helpers.chat import CHATML, tokenizer_with
+from helpers.live import BIG_CARD
+from helpers.serve import STATS, Answer, Script, scripted_engine
 
 from octavo.serve.app import create_app
 from octavo.serve.messages import Observed as ObservedMessage
 from octavo.serve.messages import ToEngine, Watch
 from octavo.serve.metrics import Metrics
 from octavo.serve.settings import ServeSettings
-from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -33,13 +34,13 @@ class PageServer:
         settings: ServeSettings,
         *,
         payload: Callable[[bool], bytes | None],
-        tokenizer: Tokenizer | None,
         period_s: float,
+        port: int,
     ) -> None:
         self._script = script
         self._settings = settings
         self._payload = payload
-        self._tokenizer = tokenizer
+        self._port = port
         self._period_s = period_s
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="page-server")
@@ -52,14 +53,18 @@ class PageServer:
             self._stopped = asyncio.Event()
             metrics = Metrics()
             self.engine, self.link = await scripted_engine(
-                self._script, self._settings, listener=metrics, tokenizer=self._tokenizer
+                self._script,
+                self._settings,
+                listener=metrics,
+                card=BIG_CARD,
+                tokenizer=tokenizer_with(default=CHATML),
             )
             send = self.link.send
             self.link.send = lambda message: self._send(message, send)  # type: ignore[method-assign]
             self._is_full_due = False
             app = create_app(self.engine, self._settings, metrics)
             config = uvicorn.Config(
-                app, port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1
+                app, port=self._port, log_level="error", lifespan="off", timeout_graceful_shutdown=1
             )
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve())
@@ -115,16 +120,19 @@ def page_server(
     settings: ServeSettings | None = None,
     *,
     payload: Callable[[bool], bytes | None] = lambda is_full: idle_payload() if is_full else None,
-    tokenizer: Tokenizer | None = None,
     period_s: float = 0.1,
+    port: int = 0,
 ) -> Iterator[PageServer]:
-    """payload(is_full): what the observer says, called every `period_s` while somebody watches."""
+    """A model that reads and writes bytes, with a ChatML template.
+
+    payload(is_full): what the observer says, called every `period_s` while somebody watches; None: nothing.
+    """
     server = PageServer(
         script or Answer(["Hello."]),
         settings or ServeSettings(),
         payload=payload,
-        tokenizer=tokenizer,
         period_s=period_s,
+        port=port,
     )
     try:
         yield server
@@ -139,8 +147,8 @@ def idle_payload() -> bytes:
         "time_s": 0,
         "stats": asdict(STATS),
         "full": {
-            "num_blocks": CARD.num_blocks,
-            "block_size": CARD.block_size,
+            "num_blocks": BIG_CARD.num_blocks,
+            "block_size": BIG_CARD.block_size,
             "max_num_rows": 8,
             "max_model_len": 200,
             "max_num_batched_tokens": 64,
@@ -148,6 +156,3 @@ def idle_payload() -> bytes:
     }
     lists = ("blocks", "new", "rows", "tables", "gone", "preempted", "steps")
     return json.dumps(message | {name: [] for name in lists}).encode()
-
-
-__all__ = ["Answer", "PageServer", "ScriptedLink", "idle_payload", "page_server"]

@@ -11,6 +11,7 @@ const FLASH_LEVELS = 8;
 const FILLS = 4;
 const LARGEST_CELL = 26; // CSS pixels
 const SMALLEST_CELL = 2; // device pixels
+const FEW = 1024; // up to so many blocks are always shown
 const SHAPED_FROM = 5; // device pixels from which on shapes tell states apart, not colours alone
 
 const KIND = { free: 0, cached: 1, owned: 2, shared: 3 };
@@ -122,8 +123,8 @@ export class BlockMap {
   /** How many blocks to show. Low ids are used first, so a large cache that is hardly used shows its front. */
   #wanted() {
     const { numBlocks, highest } = this.#engine;
-    if (this.#isShowingAll) return numBlocks;
-    let shown = 256;
+    if (this.#isShowingAll || numBlocks <= FEW) return numBlocks;
+    let shown = FEW / 2;
     while (shown < highest + 1) shown *= 2;
     return Math.min(shown, numBlocks);
   }
@@ -313,7 +314,7 @@ function drawTile(size, colours, { kind, hue, fill, flash, level, isDimmed }) {
     context.roundRect(inset, inset, side, side, size >= 9 ? side * 0.22 : 0);
     context.fill();
   };
-  if (size < SHAPED_FROM) square(0, css(colour));
+  if (size < SHAPED_FROM) square(0, css(kind === KIND.free && !flash ? mix(paper, colour, 0.4) : colour));
   else if (kind === KIND.free && !flash) square(Math.floor(inner * 0.36), css(colour));
   else if (kind === KIND.cached && !flash) square(Math.max(1, Math.floor(inner * 0.2)), css(colour));
   else if (kind === KIND.owned && fill < 1 && !flash) {

@@ -105,7 +105,8 @@ export class Timeline {
   }
 
   draw() {
-    const { context, width, height } = prepare(this.canvas);
+    const { context, width: box, height } = prepare(this.canvas);
+    const width = Math.floor(box);
     const shown = this.#steps.slice(-Math.floor(width / (BAR + GAP)));
     if (!shown.length) return;
     this.#top = niceAbove(Math.max(...shown.map(([us]) => us)));

@@ -217,7 +217,7 @@ export class Chat {
     const text = element("div", "text");
     text.append(render(message.content));
     parts.push(text);
-    if (isRunning) text.classList.add("growing");
+    if (isRunning) lastLine(text).append(element("span", "caret"));
     if (message.error) parts.push(element("p", "error", message.error));
     const isAtEnd = this.#isAtEnd();
     body.replaceChildren(...parts);
@@ -315,6 +315,16 @@ class Timing {
       numCached: this.#usage?.prompt_tokens_details?.cached_tokens ?? null,
     };
   }
+}
+
+/** The innermost last element that is a line of text: where the next word will stand. */
+function lastLine(box) {
+  let last = box;
+  while (/^(UL|OL|LI|P|BLOCKQUOTE|DIV|PRE|CODE|H[1-6])$/.test(last.lastElementChild?.tagName)) {
+    if (last.lastElementChild.nextSibling?.textContent.trim()) break; // text follows that element
+    last = last.lastElementChild;
+  }
+  return last;
 }
 
 function facts(message, isRunning) {

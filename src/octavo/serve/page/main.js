@@ -30,7 +30,7 @@ const NOTICES = {
   loading: "The model is being loaded. Questions can be asked in a moment.",
   draining: "The server is shutting down: it finishes what runs and takes nothing new.",
   stuck: "The engine has work, but no step ends. What runs may fail.",
-  dead: "The engine has ended, so nothing can be answered. Restart the server; its log says why.",
+  dead: "The engine has ended, so nothing can be answered. Restart the server.",
   lost: "No connection to the server. Trying again.",
 };
 
@@ -79,19 +79,19 @@ const chat = new Chat({
 let modelName = null;
 let isAwaitingFull = true;
 
-function onStatus({ state, model, version }) {
+function onStatus({ state, model, version, reason }) {
   modelName = model?.name ?? modelName;
   $("model-name").textContent = modelName ?? "";
   $("model-name").title = model ? `${model.device}, ${model.dtype}, KV ${model.kv_cache_dtype}; Octavo ${version}` : "";
-  setState(state);
+  setState(state, reason);
 }
 
-function setState(state) {
+function setState(state, reason = "") {
   $("state").dataset.state = state;
   const text = $("state").querySelector("span");
   if (text.textContent !== STATES[state]) text.textContent = STATES[state];
   $("notice").hidden = !NOTICES[state];
-  $("notice").textContent = NOTICES[state] ?? "";
+  $("notice").textContent = [NOTICES[state], reason].filter(Boolean).join(" ");
   $("map-empty").hidden = engine.numBlocks > 0;
 }
 
@@ -223,3 +223,6 @@ followTheme($("theme"), () => {
 });
 onKeyNeeded((wasRefused) => askForKey($("key"), wasRefused));
 listen();
+
+/** For a console or a test that wants to look inside. */
+export { chat, engine, map, table, timeline };

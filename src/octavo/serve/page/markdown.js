@@ -5,6 +5,9 @@ import { Marked } from "./marked.js";
 
 const marked = new Marked({ gfm: true, breaks: true });
 
+// HTML that a model writes is shown as what it is: text.
+marked.use({ renderer: { html: ({ text }) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;") } });
+
 const ALLOWED = {
   ALLOWED_TAGS: [
     "a", "b", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "i", "input",
