@@ -64,7 +64,7 @@ def octavo_mask(
     leftpad = None
     if attention_mask is not None:
         seen = attention_mask[:, kv_offset : kv_offset + kv_length]
-        first = seen.int().argmax(-1)
+        first = torch.where(seen.any(-1), seen.int().argmax(-1), seen.shape[1])
         if torch.compiler.is_compiling() or _is_capturing(device):
             leftpad = first  # nothing may be read here: padding in the middle goes unseen
         else:

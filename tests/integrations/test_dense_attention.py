@@ -1,0 +1,158 @@
+"""Ordinary caches in every layout, over each implementation of the kernel; and what is left to others."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from helpers import triton_here
+from helpers.hf_generation import greedy, padded, prompts, tiny_model
+from transformers import CompileConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from octavo.errors import UnsupportedKernelConfig
+from octavo.integrations.transformers import attention, dense, octavo_mask, paged_attention
+from octavo.integrations.transformers import plan as plans
+from octavo.kernels import backend
+
+needs_interpreter = pytest.mark.skipif(not triton_here.interpreted(), reason="kernels run on a GPU here")
+ROOMS = ["cpu", "reference", pytest.param("triton", marks=needs_interpreter)]
+
+
+def module(**attributes):
+    return mock.Mock(spec=torch.nn.Module, num_key_value_groups=3, is_causal=True, **attributes)
+
+
+def by_head(batch, tokens, heads, dim, capacity=None):
+    """(B, H, T, D) as a cache holds it; with a capacity, the first tokens of a longer one."""
+    return torch.randn(batch, heads, capacity or tokens, dim)[:, :, :tokens]
+
+
+def by_token(batch, tokens, heads, dim, capacity=None):
+    """The same as projections leave it."""
+    return torch.randn(batch, capacity or tokens, heads, dim)[:, :tokens].transpose(1, 2)
+
+
+def odd(batch, tokens, heads, dim, capacity=None):
+    """Sequences that are not a whole number of rows apart."""
+    return torch.randn(batch, heads * tokens * dim + 3)[:, 3:].view(batch, heads, tokens, dim)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("layout", [by_head, by_token, odd])
+@pytest.mark.parametrize("num_queries", [1, 3, 11])
+@pytest.mark.parametrize("first", [(0, 0), (4, 0)], ids=["unpadded", "padded"])
+def test_layouts(room, layout, num_queries, first):
+    torch.manual_seed(0)
+    q = by_token(2, num_queries, 6, 16)
+    k, v = layout(2, 16, 2, 16, 20), layout(2, 16, 2, 16, 20)
+    real = torch.arange(16)[None] >= torch.tensor(first)[:, None]
+    made = {"batch_size": 2, "q_length": num_queries, "kv_length": 16, "q_offset": 16 - num_queries}
+    with backend.use(room), np.errstate(all="ignore"):
+        got, _ = attention(module(), q, k, v, octavo_mask(**made, attention_mask=real), scaling=0.2)
+    matrix = plans.of_mask(octavo_mask(**made, attention_mask=real), 0, 0, None).dense()
+    want, _ = sdpa_attention_forward(module(), q, k, v, matrix, scaling=0.2)
+    rows = real[:, -num_queries:]
+    torch.testing.assert_close(got[rows], want[rows], rtol=1e-5, atol=1e-5)
+    assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_one_sequence_mixed_layouts_and_what_lies_behind_the_length(room):
+    """A static cache: slots behind the length hold NaN here. K and V differ in layout."""
+    torch.manual_seed(1)
+    q, k, v = by_token(2, 1, 6, 16), by_head(2, 24, 2, 16), by_token(2, 24, 2, 16)
+    k[:, :, 17:], v[:, :, 17:] = float("nan"), float("nan")
+    mask = octavo_mask(2, 1, 24, q_offset=torch.tensor(16))
+    with backend.use(room), np.errstate(all="ignore"):
+        got, _ = attention(module(), q, k, v, mask)
+        lone, _ = attention(module(), q[:1], k[:1], v[:1], octavo_mask(1, 1, 24, q_offset=16))
+    want, _ = sdpa_attention_forward(module(), q, k[:, :, :17], v[:, :, :17], None)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lone, want[:1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_window_softcap_and_sinks(room):
+    torch.manual_seed(2)
+    q, k, v = by_token(2, 12, 6, 16), by_head(2, 12, 2, 16), by_head(2, 12, 2, 16)
+    sinks = torch.randn(6)
+    mask = octavo_mask(2, 12, 12, mask_function=sliding_window_causal_mask_function(5))
+    with backend.use(room), np.errstate(all="ignore"):
+        got, _ = attention(module(), q, k, v, mask, scaling=0.3, softcap=2.0, s_aux=sinks)
+    keys, values = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+    scores = 2.0 * torch.tanh(q @ keys.transpose(2, 3) * 0.3 / 2.0)
+    scores = scores.masked_fill(~plans.of_mask(mask, 0, 0, None).dense(), float("-inf"))
+    with_sink = torch.cat([scores, sinks[:, None, None].expand(2, 6, 12, 1)], -1)
+    want = (with_sink.softmax(-1)[..., :-1] @ values).transpose(1, 2)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_mask_it_is_sdpas_rule(computed_by):
+    torch.manual_seed(3)
+    q, k, v = by_token(2, 4, 6, 16), by_head(2, 4, 2, 16), by_head(2, 4, 2, 16)
+    longer = by_head(2, 7, 2, 16), by_head(2, 7, 2, 16)
+    for arguments in ((q, k, v), (q[:, :, :1], *longer), (q, *longer)):
+        for is_causal in (None, True, False):
+            got, _ = attention(module(), *arguments, None, is_causal=is_causal)
+            want, _ = sdpa_attention_forward(module(), *arguments, None, is_causal=is_causal)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert computed_by == {"dense": 7, "stock": 2}
+
+
+def test_a_mask_cut_or_keys_added_on_the_way_is_an_error():
+    q, k, v = by_token(2, 1, 6, 16), by_head(2, 9, 2, 16), by_head(2, 9, 2, 16)
+    with pytest.raises(UnsupportedKernelConfig, match=r"2 sequences over 9 keys.*over 8.*sdpa"):
+        attention(module(), q, k, v, octavo_mask(2, 1, 8, q_offset=7))
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(288, 288), (24, 16)])
+def test_head_dimensions_without_a_kernel_run_as_sdpa_and_that_is_said(dim, v_dim, caplog, monkeypatch):
+    monkeypatch.setattr("octavo.integrations.transformers.masks._said", set())
+    q, k, v = by_token(2, 3, 6, dim), by_head(2, 3, 2, dim), by_head(2, 3, 2, v_dim)
+    got, _ = attention(module(), q, k, v, octavo_mask(2, 3, 3))
+    want, _ = sdpa_attention_forward(module(), q, k, v, None)
+    torch.testing.assert_close(got, want)
+    assert f"runs as sdpa: no kernel for head dimensions of {dim}" in caplog.text
+
+
+def test_dropout_and_a_position_bias_run_as_sdpa(computed_by):
+    q, k, v = by_token(2, 3, 6, 16), by_head(2, 3, 2, 16), by_head(2, 3, 2, 16)
+    attention(module(), q, k, v, octavo_mask(2, 3, 3), dropout=0.5)
+    bias = torch.randn(1, 6, 3, 3)
+    got, _ = attention(module(), q, k, v, octavo_mask(2, 3, 3), position_bias=bias)
+    want, _ = sdpa_attention_forward(module(), q, k, v, None, position_bias=bias, is_causal=True)
+    torch.testing.assert_close(got, want)
+    assert computed_by == {"stock": 2}
+
+
+def test_the_paged_function_outside_of_continuous_batching_is_an_error():
+    q, k, v = by_token(1, 3, 6, 16), by_head(1, 3, 2, 16), by_head(1, 3, 2, 16)
+    with pytest.raises(UnsupportedKernelConfig, match="attn_implementation='octavo'"):
+        paged_attention(module(), q, k, v, None)
+
+
+def test_packed_sequences_compute_no_gradients():
+    q, k, v = by_token(1, 3, 6, 16).requires_grad_(), by_head(1, 3, 2, 16), by_head(1, 3, 2, 16)
+    lens = torch.tensor([0, 1, 3], dtype=torch.int32)
+    with pytest.raises(UnsupportedKernelConfig, match=r"no gradients.*no_grad"):
+        attention(
+            module(), q, k, v, None, cu_seq_lens_q=lens, cu_seq_lens_k=lens, max_length_q=2, max_length_k=2
+        )
+
+
+def test_a_compiled_decoding_step_is_one_graph():
+    """The step over a static cache compiles whole, attention as one operator; tokens are the same."""
+    torch._dynamo.reset()
+    model = tiny_model("gpt_oss-sinks-window")
+    inputs = padded(prompts(4, 9))
+    config = greedy(6, cache_implementation="static")
+    want = model.generate(**inputs, generation_config=config)
+    config = greedy(6, cache_implementation="static")
+    config.compile_config = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    config.compile_config._compile_all_devices = True
+    with mock.patch.object(dense, "_attend", wraps=dense._attend) as ran:
+        got = model.generate(**inputs, generation_config=config)
+    assert got.tolist() == want.tolist()
+    assert ran.call_count == 6 * 2
