@@ -178,9 +178,12 @@ def describe_validation(errors: Sequence[Any]) -> ApiError:
         if isinstance(error.get("input"), bytes) and not where:
             return ApiError(400, "the body is not JSON; its Content-Type should be application/json")
         if error["type"] == "extra_forbidden":
+            where = _place((*error["loc"][:-1], _Named(error["loc"][-1])))
             what = "this field is not known"
         param = param or where or None
-        problems.append(f"{where or 'the body'}: {what}{got}")
+        problem = f"{where or 'the body'}: {what}{got}"
+        if problem not in problems:  # branches of a union may complain alike
+            problems.append(problem)
     # A union tells of every branch; a few say enough.
     more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
     return ApiError(400, "; ".join(problems[:4]) + more, param=param)
@@ -192,9 +195,17 @@ def _place(loc: Sequence[Any]) -> str:
     for part in loc[1:] if loc and loc[0] in ("body", "path", "query", "header") else loc:
         if isinstance(part, int):
             place += f"[{part}]"
-        elif re.fullmatch(r"\w{1,64}", str(part)):  # names of union branches are no fields
+        elif isinstance(part, _Named) or not _BRANCH.search(str(part)):
             place += f".{part}" if place else str(part)
-    return place
+    return place[:200]
+
+
+class _Named(str):
+    """A part of a place that is a field's name, whatever it looks like."""
+
+
+_BRANCH: Final = re.compile(r"^(str|int|float|bool|dict|list|none|any)$|[\[\]()-]|^[A-Z]")
+"""What pydantic calls the branches of a union; they are no fields."""
 
 
 def install(app: FastAPI) -> None:

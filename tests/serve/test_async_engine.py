@@ -1,0 +1,527 @@
+"""The front's handle on the engine, over a scripted engine: queue, streams, ends, states."""
+
+import asyncio
+import threading
+
+import pytest
+from helpers.serve import CARD, STATS, Answer, NullListener, eventually, run, scripted_engine
+
+from octavo.errors import (
+    CapacityError,
+    EngineError,
+    ModelError,
+    OverloadedError,
+    RequestError,
+    RequestTimeoutError,
+)
+from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+from octavo.sampling_params import SamplingParams
+from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.messages import Died, Item, News, Observed, Ready, Stage
+from octavo.serve.settings import ServeSettings
+
+PARAMS = SamplingParams(max_tokens=5)
+
+
+def submit(engine, request_id="a", ids=(0, 1), **options):
+    return engine.submit(list(ids), PARAMS, request_id=request_id, **options)
+
+
+def waiting_news(*started):
+    return News([], STATS, 0.001, 1, started)
+
+
+def held(gate):
+    """An engine that takes requests and says nothing of them until the gate opens."""
+    return Answer(["abc"], gate=gate)
+
+
+# Streams and results
+
+
+def test_a_stream_gives_the_pieces_and_then_the_output():
+    async def test():
+        engine, link = await scripted_engine(Answer(["ab", "c", ""], stop_reason="x"))
+        async with submit(engine, prompt="the prompt", stream=True) as generation:
+            await generation.accepted()
+            chunks = [chunk async for chunk in generation]
+        assert [chunk.text for chunk in chunks] == ["ab", "c", ""]
+        assert [chunk.output is None for chunk in chunks] == [True, True, False]
+        output = chunks[-1].output
+        assert (output.text, output.prompt, output.prompt_token_ids) == ("abc", "the prompt", [0, 1])
+        assert (chunks[-1].finish_reason, chunks[-1].stop_reason) == ("stop", "x")
+        assert await generation.result() is output
+        assert link.aborted == []
+        await engine.close()
+
+    run(test())
+
+
+def test_a_result_needs_no_stream():
+    async def test():
+        engine, _ = await scripted_engine(Answer(["ab", "c"]))
+        output = await submit(engine).result()
+        assert (output.text, output.token_ids, output.prompt_token_ids) == ("abc", [0, 1, 2], [0, 1])
+        await engine.close()
+
+    run(test())
+
+
+def test_pieces_that_a_reader_leaves_lying_are_joined_and_nothing_is_lost():
+    async def test():
+        engine, link = await scripted_engine(Answer([], gate=asyncio.Event()))
+        generation = submit(engine, stream=True)
+        for at in range(1000):
+            link.tell("a", [StreamChunk(at % 2, "xy"[at % 2], [at])])
+        held_pieces = [len(pieces) for pieces in generation._pending.values()]
+        assert max(held_pieces) <= 17
+        first, second = await anext(generation), await anext(generation)
+        assert (first.text, second.text) == ("x" * 500, "y" * 500)
+        assert first.token_ids == list(range(0, 1000, 2))
+        assert second.token_ids == list(range(1, 1000, 2))
+        await engine.close()
+
+    run(test())
+
+
+def test_pieces_that_came_before_an_error_can_be_read():
+    async def test():
+        engine, link = await scripted_engine(Answer([], gate=asyncio.Event()))
+        generation = submit(engine, stream=True)
+        link.tell("a", [StreamChunk(0, "so far", [1])])
+        engine.receive(Died("no more"))
+        assert (await anext(generation)).text == "so far"
+        with pytest.raises(EngineError, match="the engine died: no more"):
+            await anext(generation)
+
+    run(test())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("RequestError", RequestError), ("CapacityError", CapacityError)]
+)
+@pytest.mark.parametrize("wait", ["accepted", "result", "__anext__"])
+def test_what_the_engine_refuses_raises_its_own_error(kind, error, wait):
+    async def test():
+        listener = NullListener()
+        engine, _ = await scripted_engine(Answer(refuse=(kind, "not this")), listener=listener)
+        with pytest.raises(error, match="not this"):
+            await getattr(submit(engine), wait)()
+        assert engine.num_active == engine.num_waiting == 0
+        assert ("refused", "capacity" if kind == "CapacityError" else "invalid") in listener.heard
+        await engine.close()
+
+    run(test())
+
+
+def test_a_prompt_beyond_the_context_does_not_travel():
+    async def test():
+        engine, link = await scripted_engine(Answer())
+        with pytest.raises(RequestError, match=r"prompt has 200 tokens; max_model_len=200 .* at most 199"):
+            submit(engine, ids=[0] * 200)
+        await submit(engine, ids=[0] * 199).accepted()
+        assert len(link.submitted) == 1
+        await engine.close()
+
+    run(test())
+
+
+def test_an_id_may_be_used_once_at_a_time():
+    async def test():
+        engine, _ = await scripted_engine(held(asyncio.Event()))
+        submit(engine)
+        with pytest.raises(RequestError, match="'a' is already running"):
+            submit(engine)
+        await engine.close()
+
+    run(test())
+
+
+# The queue
+
+
+def test_the_queue_is_bounded_by_count_and_says_when_to_come_back():
+    async def test():
+        gate = asyncio.Event()
+        settings = ServeSettings(max_waiting_requests=2)
+        engine, link = await scripted_engine(held(gate), settings)
+        first = submit(engine, "a")
+        submit(engine, "b")
+        with pytest.raises(OverloadedError, match="2 requests are waiting") as refused:
+            submit(engine, "c")
+        assert refused.value.retry_after_s == 1.0
+        engine.receive(waiting_news("a"))
+        submit(engine, "c")
+        with pytest.raises(OverloadedError):
+            submit(engine, "d")
+        first.abort()  # it runs, so it left no room in the queue
+        with pytest.raises(OverloadedError):
+            submit(engine, "d")
+        assert [one.request_id for one in link.submitted] == ["a", "b", "c"]
+        await engine.close()
+
+    run(test())
+
+
+def test_an_aborted_request_makes_room_in_the_queue_at_once():
+    async def test():
+        engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(max_waiting_requests=1))
+        submit(engine, "a").abort()
+        assert (engine.num_waiting, engine.num_active) == (0, 0)
+        submit(engine, "b")
+        await engine.close()
+
+    run(test())
+
+
+def test_the_queue_is_bounded_by_tokens_but_an_empty_one_takes_any_prompt():
+    async def test():
+        engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(max_waiting_tokens=10))
+        submit(engine, "long", ids=[0] * 50)
+        with pytest.raises(OverloadedError, match="50 prompt tokens are waiting and this prompt has 1"):
+            submit(engine, "short", ids=[0])
+        engine.receive(waiting_news("long"))
+        submit(engine, "six", ids=[0] * 6)
+        submit(engine, "four", ids=[0] * 4)
+        with pytest.raises(OverloadedError):
+            submit(engine, "one", ids=[0])
+        await engine.close()
+
+    run(test())
+
+
+def test_retry_after_is_how_long_the_last_one_waited():
+    async def test():
+        engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(max_waiting_requests=1))
+        generation = submit(engine, "a")
+        generation.submitted_s -= 7
+        engine.receive(waiting_news("a"))
+        submit(engine, "b")
+        with pytest.raises(OverloadedError) as refused:
+            submit(engine, "c")
+        assert 7 <= refused.value.retry_after_s < 8
+        await engine.close()
+
+    run(test())
+
+
+# Ends
+
+
+def test_an_abort_is_sent_once_and_its_end_is_told_once():
+    async def test():
+        listener = NullListener()
+        engine, link = await scripted_engine(held(asyncio.Event()), listener=listener)
+        generation = submit(engine, stream=True)
+        await generation.accepted()
+        generation.abort()
+        generation.abort()
+        with pytest.raises(EngineError, match="request a was aborted"):
+            await generation.result()
+        await eventually(lambda: any(name == "finished" for name, _ in listener.heard))
+        ended = [output for name, output in listener.heard if name == "finished"]
+        assert [(one.request_id, one.outputs[0].finish_reason) for one in ended] == [("a", "abort")]
+        assert ended[0].prompt_token_ids == [0, 1]
+        assert link.aborted == ["a"]
+        generation.abort()
+        assert link.aborted == ["a"]
+        await engine.close()
+
+    run(test())
+
+
+def test_leaving_the_block_aborts_and_an_end_does_not():
+    async def test():
+        engine, link = await scripted_engine(Answer(["a", "b"]))
+        async with submit(engine, "whole", stream=True) as generation:
+            await generation.result()
+        async with submit(engine, "left", stream=True) as generation:
+            await anext(generation)
+        assert link.aborted == ["left"]
+        with pytest.raises(ZeroDivisionError):
+            async with submit(engine, "raised"):
+                raise ZeroDivisionError
+        assert link.aborted == ["left", "raised"]
+        await engine.close()
+
+    run(test())
+
+
+def test_an_abort_that_crosses_the_end_on_its_way_counts_once():
+    async def test():
+        listener = NullListener()
+        engine, _ = await scripted_engine(held(asyncio.Event()), listener=listener)
+        generation = submit(engine)
+        await generation.accepted()
+        generation.abort()
+        output = RequestOutput(
+            "a",
+            None,
+            [],
+            [CompletionOutput(0, "", [], "stop")],
+            0,
+            RequestMetrics(None, None, None, 0.1, 0),
+        )
+        engine.receive(News([Item("a", [], output)], STATS, 0.001, 1))
+        engine.receive(News([Item("a", [], output)], STATS, 0.001, 1))
+        assert len([1 for name, _ in listener.heard if name == "finished"]) == 1
+        assert (engine.num_active, engine.num_waiting) == (0, 0)
+        await engine.close()
+
+    run(test())
+
+
+def test_a_request_that_takes_too_long_times_out_and_is_aborted():
+    async def test():
+        listener = NullListener()
+        settings = ServeSettings(request_timeout_s=0.05)
+        engine, link = await scripted_engine(held(asyncio.Event()), settings, listener=listener)
+        generation = submit(engine)
+        with pytest.raises(RequestTimeoutError, match=r"longer than 0\.05 s"):
+            await generation.result()
+        assert link.aborted == ["a"]
+        assert ("refused", "timeout") in listener.heard
+        assert engine.num_active == 0
+        await engine.close()
+
+    run(test())
+
+
+def test_a_request_in_time_is_left_alone():
+    async def test():
+        engine, link = await scripted_engine(Answer(["a"]), ServeSettings(request_timeout_s=0.05))
+        await submit(engine).result()
+        await asyncio.sleep(0.1)
+        assert link.aborted == []
+        await engine.close()
+
+    run(test())
+
+
+# States
+
+
+def test_a_dead_engine_ends_everything_and_refuses_at_once():
+    async def test():
+        listener = NullListener()
+        engine, _ = await scripted_engine(held(asyncio.Event()), listener=listener)
+        generations = [submit(engine, str(i)) for i in range(3)]
+        await generations[0].accepted()
+        engine.lost("the engine process ended (killed by SIGKILL)")
+        for generation in generations:
+            with pytest.raises(EngineError, match=r"died: the engine process ended \(killed by SIGKILL\)"):
+                await generation.result()
+        with pytest.raises(EngineError, match="dead"):
+            submit(engine, "new")
+        assert engine.state == "dead"
+        assert (engine.num_active, engine.num_waiting) == (0, 0)
+        assert listener.heard[-2:] == [("state", "dead"), ("refused", "dead")]
+        await engine.close()
+
+    run(test())
+
+
+def test_a_stuck_engine_fails_what_runs_and_comes_back_with_its_next_step():
+    async def test():
+        listener = NullListener()
+        engine, link = await scripted_engine(
+            held(asyncio.Event()), ServeSettings(stuck_s=0.1), listener=listener
+        )
+        await asyncio.sleep(0.25)
+        assert engine.state == "ready", "without work nothing is stuck"
+        generation = submit(engine)
+        with pytest.raises(EngineError, match="no step for"):
+            await generation.result()
+        assert engine.state == "stuck"
+        assert link.aborted == ["a"]
+        with pytest.raises(EngineError, match="no step for"):
+            submit(engine, "b")
+        engine.receive(waiting_news())
+        assert engine.state == "ready"
+        assert [state for name, state in listener.heard if name == "state"] == ["ready", "stuck", "ready"]
+        await engine.close()
+
+    run(test())
+
+
+def test_steps_keep_an_engine_from_being_stuck():
+    async def test():
+        engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(stuck_s=0.2))
+        submit(engine)
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+            engine.receive(waiting_news())
+        assert engine.state == "ready"
+        await engine.close()
+
+    run(test())
+
+
+def test_draining_lets_what_runs_end_and_takes_nothing_new():
+    async def test():
+        gate = asyncio.Event()
+        engine, link = await scripted_engine(held(gate))
+        generation = submit(engine)
+        draining = asyncio.create_task(engine.drain(30))
+        await eventually(lambda: engine.state == "draining")
+        with pytest.raises(EngineError, match="shutting down"):
+            submit(engine, "b")
+        gate.set()
+        assert (await generation.result()).text == "abc"
+        await draining
+        assert link.aborted == []
+        await engine.close()
+
+    run(test())
+
+
+def test_draining_fails_what_does_not_end_in_time():
+    async def test():
+        engine, link = await scripted_engine(held(asyncio.Event()))
+        generation = submit(engine)
+        await engine.drain(0.05)
+        with pytest.raises(EngineError, match="shutting down"):
+            await generation.result()
+        assert link.aborted == ["a"]
+        await engine.close()
+        await engine.close()
+
+    run(test())
+
+
+def test_loading_ends_when_both_model_and_tokenizer_are_there():
+    async def test():
+        listener = NullListener()
+        engine = AsyncEngine(ServeSettings(), listener)
+
+        class Link:
+            def send(self, message):
+                raise AssertionError("nothing is sent while loading")
+
+            async def close(self, *, is_patient):
+                assert not is_patient, "a process that loads does not listen"
+
+        engine.start(Link(), lambda: None)
+        with pytest.raises(EngineError, match="loading"):
+            submit(engine)
+        with pytest.raises(EngineError, match="loading"):
+            _ = engine.model
+        engine.receive(Stage("weights", 1.5))
+        await asyncio.sleep(0.02)
+        assert engine.state == "loading"
+        await engine.close()
+        assert listener.heard[1] == ("stage", Stage("weights", 1.5))
+
+    run(test())
+
+
+def test_a_model_that_cannot_be_loaded_raises_its_own_error():
+    async def test():
+        engine = AsyncEngine(ServeSettings(), NullListener())
+        engine.receive(Died("model: there is none", "ModelError"))
+        with pytest.raises(ModelError, match="there is none"):
+            await engine.until_ready()
+        assert engine.state == "dead"
+        await engine.close()
+
+    run(test())
+
+
+def test_a_model_without_tokenizer_says_what_to_do():
+    async def test():
+        engine = AsyncEngine(ServeSettings(), NullListener())
+        engine.start(StubLink(), lambda: None)
+        engine.receive(Ready(CARD))
+        await engine.until_ready()
+        with pytest.raises(ModelError, match="has no tokenizer; give prompts as token ids"):
+            await engine.encode("text")
+        await engine.close()
+
+    run(test())
+
+
+class StubLink:
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+    async def close(self, *, is_patient):
+        pass
+
+
+# Text
+
+
+def test_long_texts_are_encoded_in_a_thread_and_short_ones_here():
+    async def test():
+        engine, _ = await scripted_engine(Answer())
+        here = threading.get_ident()
+        assert await engine.off_loop(2000, threading.get_ident) == here
+        assert await engine.off_loop(2001, threading.get_ident) != here
+        assert await engine.encode("abc") == [0, 1, 2]
+        assert await engine.encode("abc" * 1000) == [0, 1, 2] * 1000
+        await engine.close()
+
+    run(test())
+
+
+# Watching
+
+
+def test_watchers_begin_with_a_full_payload_and_the_last_one_switches_it_off():
+    async def test():
+        engine, link = await scripted_engine(Answer())
+        async with engine.watch() as first:
+            assert link.watching
+            engine.receive(Observed(b"delta of somebody else", False))
+            engine.receive(Observed(b"full", True))
+            engine.receive(Observed(b"delta", False))
+            assert [await anext(first), await anext(first)] == [b"full", b"delta"]
+            async with engine.watch() as second:
+                engine.receive(Observed(b"delta 2", False))
+                engine.receive(Observed(b"full 2", True))
+                assert await anext(second) == b"full 2"
+            assert link.watching
+            assert await anext(first) == b"full 2"
+        assert not link.watching
+        await engine.close()
+
+    run(test())
+
+
+def test_a_watcher_that_lags_starts_anew_instead_of_filling_memory():
+    async def test():
+        engine = AsyncEngine(ServeSettings(), NullListener())
+        link = StubLink()
+        engine.start(link, lambda: None)
+        engine.receive(Ready(CARD))
+        await engine.until_ready()
+        async with engine.watch() as payloads:
+            engine.receive(Observed(b"full", True))
+            num_asked = len(link.sent)
+            for i in range(100):
+                engine.receive(Observed(b"%d" % i, False))
+            assert len(link.sent) == num_asked + 1
+            engine.receive(Observed(b"full again", True))
+            assert await anext(payloads) == b"full again"
+        await engine.close()
+
+    run(test())
+
+
+def test_a_watcher_ends_with_the_engine():
+    async def test():
+        engine, _ = await scripted_engine(Answer())
+        async with engine.watch() as payloads:
+            engine.lost("gone")
+            assert [payload async for payload in payloads] == []
+        async with engine.watch() as payloads:
+            assert [payload async for payload in payloads] == []
+        await engine.close()
+
+    run(test())
