@@ -87,8 +87,16 @@ def test_the_tests_need_more_and_what_they_need_includes_the_rest(checkout):
     _, calls = checkout("dev")
     assert any(call.endswith("-e .[dev]") for call in calls)
     assert not any("-m venv" in call for call in calls)
+    assert calls[-1].endswith("-m playwright install chromium")
     assert checkout()[1] == []
     assert checkout("dev")[1] == []
+
+
+def test_a_browser_that_is_there_is_taken(checkout):
+    install_python(checkout.tools)
+    install_python(checkout.tools, "chromium", "#!/bin/bash\n")
+    _, calls = checkout("dev")
+    assert not any("playwright" in call for call in calls)
 
 
 def test_a_changed_project_file_installs_again(checkout):
