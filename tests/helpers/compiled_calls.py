@@ -28,6 +28,7 @@ from octavo.kernels import (
     silu_and_mul,
     write_kv_cache,
 )
+from octavo.kernels.decode_rows import prepare_decode
 from octavo.kernels.sampling import sample
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -118,6 +119,11 @@ def draw(num_rows: int) -> Call:
     )
 
 
+def decode_rows(batch: int, num_columns: int) -> Call:
+    rows, tables = torch.arange(batch), torch.zeros((batch, num_columns), dtype=torch.int32)
+    return lambda: prepare_decode(rows, torch.zeros_like(rows), rows, tables, 16)
+
+
 LONG = ([2048], [2048])
 MANY = ([1] * 32, [1024] * 32)
 
@@ -163,6 +169,7 @@ ALL: dict[str, Call] = SOME | {
     "experts 128x2048x768 more": experts(128 * 64, 2048, 768),
     "experts 8x2880x4000 many": experts(8 * 128, 2880, 4000, num=8),
     "experts 8x64x128 fp32": experts(8 * 128, 64, 128, FP32, num=8),
+    "decode rows 256": decode_rows(256, 2560),
     "sample 1": draw(1),
     "sample 256": draw(256),
 }

@@ -236,6 +236,13 @@ def _grouped(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     ]
 
 
+def _prepare_decode(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    """Rows in any order, one of them without a block for its position."""
+    tables = draw.int32(3, -1, -1, 8, 2, -1, 0, 4, 6, -1, -1, -1).view(4, 3)
+    made = kernel(draw.int64(2, 0, 3, 1), draw.int64(10, 3, 0, 4), draw.int64(5, 6, 7, 8), tables, 4)
+    return list(made)
+
+
 CASES: dict[str, Case] = {
     "varlen_attention": _attention,
     "write_kv_cache": _write,
@@ -246,6 +253,7 @@ CASES: dict[str, Case] = {
     "gelu_tanh": _gelu,
     "grouped_linear": _grouped,
     "sample": _sample,
+    "prepare_decode": _prepare_decode,
 }
 # Kernels that meet quantised caches, and how far off one step of those may bring them.
 QUANTISED = {"varlen_attention": 2.0**-7, "write_kv_cache": 1e-6, "rotate_and_write_kv_cache": 2.0**-3}
