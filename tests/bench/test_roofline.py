@@ -45,7 +45,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def missing(name, *arguments, **options):
-        if name == "matplotlib":
+        if name == "matplotlib.figure":
             raise ImportError("No module named 'matplotlib'")
         return real(name, *arguments, **options)
 

@@ -44,6 +44,59 @@ def test_shared_prefixes_are_found_in_the_cache(octavo, wide, tmp_path):
     assert rows["shared-prefix workload: prompt tokens from the cache"] > 40
 
 
+def test_throughput_draws_what_happened_over_time(octavo, wide, tmp_path):
+    path = tmp_path / "run.svg"
+    status, _, err = octavo("bench", "throughput", *wide, *SMALL, "--plot", path)
+    assert (status, err) == (0, "")
+    assert "KV cache in use" in path.read_text()
+
+
+def test_latency_prints_and_writes_each_batch(octavo, wide, tmp_path):
+    path = tmp_path / "result.json"
+    sizes = (
+        "--input-len",
+        "8",
+        "--output-len",
+        "4",
+        "--repeats",
+        "1",
+        "--batch-size",
+        "1",
+        "--batch-size",
+        "3",
+    )
+    status, out, err = octavo("bench", "latency", *wide, *sizes, "--json", path)
+    assert (status, err) == (0, "")
+    assert [line.split(":")[0] for line in out.splitlines()] == ["batch 1", "batch 3"]
+    rows = {row["name"]: row["value"] for row in read_result(path)["rows"]}
+    assert len(rows) == 8
+    for batch in (1, 3):
+        name = f"latency, 8 in, 4 out, batch {batch}"
+        assert 0 < rows[f"{name}: per token, median"] <= rows[f"{name}: per token, 99th percentile"]
+
+
+def test_serve_sim_prints_writes_and_draws(octavo, wide, tmp_path):
+    arguments = ("--rate", "inf", "--num-requests", "5", "--input-lens", "uniform:4:20", "--output-lens", "6")
+    files = ("--json", tmp_path / "result.json", "--plot", tmp_path / "run.png")
+    status, out, err = octavo("bench", "serve-sim", *wide, *arguments, *files)
+    assert (status, err) == (0, "")
+    assert "30 generated" in out
+    rows = {row["name"]: row["value"] for row in read_result(tmp_path / "result.json")["rows"]}
+    assert rows["serve-sim, inf requests/s: first token, p50"] > 0
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+def test_serve_sim_names_what_it_cannot_read(octavo):
+    for arguments, message in (
+        (("--rate", "0"), "rate must be above 0"),
+        (("--input-lens", "uniform:9:3"), "--input-lens must be a number of tokens"),
+        (("--prefix-len", "5"), "num_prefixes and prefix_len go together"),
+        (("--plot", "run.gif"), "must end in one of .png, .svg, .pdf"),
+    ):
+        status, _, err = octavo("bench", "serve-sim", "m", *arguments)
+        assert (status, message in err) == (1, True), err
+
+
 def test_an_unknown_workload_is_named(octavo):
     status, _, err = octavo("bench", "throughput", "m", "--workload", "shared-prefx")
     assert status == 2
@@ -156,7 +209,7 @@ def test_kernels_prints_a_line_per_row_and_writes_a_result_file(octavo, tmp_path
 
 
 def test_kernels_looks_for_matplotlib_before_the_run(octavo, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     status, out, err = octavo("bench", "kernels", "--plot", "x.png")
     assert (status, out) == (1, "")
     assert "--plot needs matplotlib: pip install 'octavo[plot]'" in err

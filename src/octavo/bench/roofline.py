@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from octavo.bench.pictures import check_plot, new_figure, save
 from octavo.bench.timing import gpu_time
-from octavo.errors import ConfigError
 
 _BUFFER_BYTES = 4 << 30
-_PICTURES = (".png", ".svg", ".pdf")
 _MATMUL = 8192
 _MATMUL_MS = 60.0  # as long as kernels that multiply are timed: a GPU gets slower in longer runs
 
@@ -98,32 +96,15 @@ class Point:
     flops_per_s: float
 
 
-def check_plot(path: Path) -> Any:
-    """matplotlib.pyplot, drawing without a screen, for a picture in that file.
-
-    Raises:
-        ConfigError: the name ends in no format that is drawn here, or matplotlib is not installed.
-    """
-    if path.suffix.lower() not in _PICTURES:
-        raise ConfigError(f"--plot: {str(path)!r} must end in one of {', '.join(_PICTURES)}")
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'octavo[plot]'") from error
-    return pyplot
-
-
 def plot(points: Sequence[Point], ceilings: Ceilings, title: str, path: Path) -> None:
     """Operations a second over operations per byte, both logarithmic, under the roof of this GPU.
 
     Raises:
         ConfigError: as from `check_plot`.
     """
-    pyplot = check_plot(path)
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    check_plot(path)
+    figure = new_figure(8, 5)
+    axes = figure.subplots()
     left = min((p.flops_per_byte for p in points), default=0.1) / 2
     right = max((p.flops_per_byte for p in points), default=1000.0) * 2
     ridge = ceilings.matmul_flops_per_s / ceilings.read_bytes_per_s
@@ -142,6 +123,4 @@ def plot(points: Sequence[Point], ceilings: Ceilings, title: str, path: Path) ->
     axes.set_title(title)
     axes.grid(True, which="both", alpha=0.2)
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)

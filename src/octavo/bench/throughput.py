@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.bench.drive import Moment, Run, Timed, drive, warm_up
 from octavo.bench.report import Row
-from octavo.bench.timing import seconds
 from octavo.bench.workloads import Workload
-from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
-    from octavo.outputs import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,7 @@ class ThroughputResult:
     cached_share: float
     median_ttft_s: float
     median_tpot_s: float
+    moments: list[Moment]
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -49,26 +48,28 @@ class ThroughputResult:
 
 
 def measure_throughput(
-    llm: LLM, workload: Workload, *, temperature: float = 0.6, use_tqdm: bool = False
+    llm: LLM,
+    workload: Workload,
+    *,
+    temperature: float = 0.6,
+    on_finished: Callable[[Run], None] | None = None,
 ) -> ThroughputResult:
     """Runs the whole workload at once, EOS ignored, after a short warm-up that is not timed.
 
     The prefix cache keeps what earlier calls with the same `llm` left in it.
     """
-    params = [
-        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=output_len)
-        for output_len in workload.output_lens
-    ]
-    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-    outputs: list[RequestOutput] = []
-    elapsed_s = seconds(lambda: outputs.extend(llm.generate(workload.prompts, params, use_tqdm=use_tqdm)))
+    warm_up(llm)
+    calls = [Timed(*call) for call in zip(workload.prompts, workload.output_lens, strict=True)]
+    run = drive(llm, calls, temperature=temperature, on_finished=on_finished)
+    outputs = run.outputs
     return ThroughputResult(
-        elapsed_s=elapsed_s,
+        elapsed_s=run.elapsed_s,
         num_input_tokens=workload.num_input_tokens,
-        num_output_tokens=sum(len(output.token_ids) for output in outputs),
+        num_output_tokens=run.num_output_tokens,
         cached_share=sum(output.num_cached_tokens for output in outputs) / workload.num_input_tokens,
-        median_ttft_s=_median(output.metrics.ttft_s for output in outputs),
-        median_tpot_s=_median(output.metrics.tpot_s for output in outputs),
+        median_ttft_s=statistics.median(answer.ttft_s for answer in run.answers),
+        median_tpot_s=_median(answer.tpot_s for answer in run.answers),
+        moments=run.moments,
     )
 
 

@@ -199,7 +199,7 @@ def serve(
     from octavo.bench.serve import Target, only_model, run_load
     from octavo.bench.serve_http import Endpoint
     from octavo.bench.serve_report import Slo, as_rows, as_text, draw, summarise, write_answers
-    from octavo.cli.bench import check_writable
+    from octavo.cli.result_files import check_writable
 
     for option, path in (("--json", json_file), ("--plot", plot_file), ("--requests", requests_file)):
         if path is not None:

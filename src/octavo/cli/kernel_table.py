@@ -11,8 +11,9 @@ import torch
 from octavo.bench.kernel_cases import Case
 from octavo.bench.kernels import Bench, Measured
 from octavo.bench.peers import PEERS
+from octavo.bench.pictures import check_plot
 from octavo.bench.report import gpu_name, number, write_result
-from octavo.bench.roofline import check_plot, plot
+from octavo.bench.roofline import plot
 from octavo.errors import ConfigError, nearest
 
 
