@@ -73,15 +73,16 @@ async def _events(engine: AsyncEngine, settings: ServeSettings) -> AsyncIterator
         if (status := _status(engine, settings)) != told:
             told = status
             yield b"event: status\ndata: " + json.dumps(status).encode() + b"\n\n"
-        if engine.state == "dead":
+        if told["state"] == "dead":
             return
-        if engine.state in _WATCHABLE:
+        if told["state"] in _WATCHABLE:
             with contextlib.suppress(EngineError):  # it may end at any moment; the next status says so
                 async for event in _watched(engine, told["state"]):
                     yield event
-        if engine.state == "draining":
+        if told["state"] == "draining":
             return  # an open stream would keep the server from ending
-        await asyncio.sleep(POLL_S)
+        if engine.state == told["state"]:
+            await asyncio.sleep(POLL_S)
 
 
 async def _watched(engine: AsyncEngine, state: str) -> AsyncIterator[bytes]:
