@@ -93,7 +93,7 @@ def attend(
             q, k_cache, v_cache, cu_seqlens_q, cu_seq_lens_k, 1, longest_k, block_table=block_table, **options
         )
     else:
-        if cu_seqlens_q.shape[0] == 2 and q.shape[0] > _SHORT and not q.is_cpu:
+        if cu_seqlens_q.shape[0] == 2 and q.shape[0] > _SHORT:
             # Rows of a graph may be padded, and a lone sequence that is short is then the other kernel's.
             cu_seqlens_q = torch.cat([cu_seqlens_q, cu_seqlens_q[1:]])
             cu_seq_lens_k = torch.cat([cu_seq_lens_k, cu_seq_lens_k[1:]])
