@@ -214,7 +214,9 @@ class ScriptedLink:
     def _logprobs(self, token_id: int, num: int) -> dict[int, Logprob]:
         """The chosen token first with -0.5, then the ids after it with -1.5, -2.5, ..."""
         return {
-            (token_id + i) % 52: Logprob(-0.5 - i, i + 1, self.tokenizer.token_text((token_id + i) % 52))
+            (other := (token_id + i) % self.tokenizer.vocab_size): Logprob(
+                -0.5 - i, i + 1, self.tokenizer.token_text(other)
+            )
             for i in range(max(num, 1))
         }
 
