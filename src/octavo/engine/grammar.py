@@ -10,6 +10,7 @@ here, in a thread beside the step loop, and kept for the next request that asks 
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -36,6 +37,7 @@ MAX_KEPT: Final = 64
 _STACK_BYTES = 16 * 2**20
 _MAX_MASK_THREADS = 16
 _MAX_ERROR_CHARS = 300
+_NO_MESSAGE = re.compile(r"\s*$|\s*\d* *\||\s*\^|<")
 
 
 class Grammar:
@@ -118,10 +120,9 @@ class GrammarCompiler:
         self.prepare()
         assert self._pool is not None
         future = self._compiled[output] = self._pool.submit(self._compile, output)
-        if len(self._compiled) > MAX_KEPT:
-            oldest = next((kept for kept, compiled in self._compiled.items() if compiled.done()), None)
-            if oldest is not None:
-                del self._compiled[oldest]
+        done = [kept for kept, compiled in self._compiled.items() if compiled.done()]
+        for oldest in done[: max(0, len(self._compiled) - MAX_KEPT)]:
+            del self._compiled[oldest]
         return future
 
     def prepare(self) -> None:
@@ -243,7 +244,7 @@ def _refusal(name: str, problem: str) -> RequestError:
 
 
 def _shortened(problem: str) -> str:
-    """llguidance's message without what it shows of its insides."""
-    lines = [line for line in problem.splitlines() if line and not line.startswith("<")]
+    """llguidance's message, without the source lines and the insides of its own that it shows."""
+    lines = [line.strip() for line in problem.splitlines() if not _NO_MESSAGE.match(line)]
     text = "; ".join(lines)
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}..."

@@ -12,6 +12,8 @@ from torch import Tensor
 from octavo.engine.grammar import fill_masks
 from octavo.engine.request import Sequence
 
+BITS = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8)
+
 
 class GrammarMasks:
     """Masks for the sequences of one batch that have a grammar; `rows` are theirs.
@@ -28,7 +30,7 @@ class GrammarMasks:
         self._vocab_size = vocab_size
         self._device = device
         if self.rows and device.type != "cpu":
-            self._bits = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device)
+            self._bits = BITS.to(device)
             self._row_ids = torch.tensor(self.rows, device=device)
 
     def apply(self, logits: Tensor) -> dict[int, str]:
@@ -56,8 +58,8 @@ class GrammarMasks:
             for place, row in enumerate(self.rows):
                 logits[row].masked_fill_(forbidden_tokens(words[place], self._vocab_size), -math.inf)
         else:
-            packed = masks.to(self._device, non_blocking=True).view(torch.uint8)
-            forbidden = (packed[:, :, None] & self._bits == 0).flatten(1)[:, : self._vocab_size]
+            packed = masks.to(self._device, non_blocking=True)
+            forbidden = forbidden_in_rows(packed, self._bits, self._vocab_size)
             if len(self.rows) == len(logits):
                 logits.masked_fill_(forbidden, -math.inf)
             else:
@@ -69,6 +71,12 @@ def forbidden_tokens(mask: npt.NDArray[np.int32], vocab_size: int) -> Tensor:
     """(vocab_size,) bool on the CPU: which tokens the mask of one row leaves out."""
     bits = np.unpackbits(~mask.view(np.uint8), count=vocab_size, bitorder="little")
     return torch.from_numpy(bits).view(torch.bool)
+
+
+def forbidden_in_rows(masks: Tensor, bits: Tensor, vocab_size: int) -> Tensor:
+    """(n, vocab_size) bool: the same for n masks at once, on their device; `bits` are `BITS` there."""
+    packed = masks.view(torch.uint8)[:, :, None]
+    return (packed & bits == 0).flatten(1)[:, :vocab_size]
 
 
 def _hold(mask: npt.NDArray[np.int32], stop_ids: frozenset[int]) -> None:
