@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from octavo.serve.messages import ModelCard, News, Stage
 
 STATES = ("loading", "ready", "draining", "stuck", "dead")
+METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 TO_FIRST_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
@@ -208,7 +209,9 @@ class Metrics(Collector):
         access_log.finished(output)
 
     def responded(self, method: str, route: str, status: int) -> None:
-        """An HTTP answer ended. `route` is a path of ours or ``other``, so that labels stay few."""
+        """An HTTP answer ended. `route` is a path of ours or ``other``."""
+        if method not in METHODS:  # clients may make any up, and labels must stay few
+            method = "other"
         self._responses[method, route, str(status)] += 1
 
     @property
@@ -249,7 +252,7 @@ class Metrics(Collector):
             num_active - num_waiting,
         )
         stages = GaugeMetricFamily(
-            "octavo_load_stage_seconds", "How long each stage of loading took.", labels=["stage"]
+            "octavo_load_seconds", "How long each stage of loading took.", labels=["stage"]
         )
         for name, seconds in self._stages.items():
             stages.add_metric([name], seconds)

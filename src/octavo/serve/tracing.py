@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 
 
 class Tracer:
-    """Makes spans and sends them in batches from a thread of its own; `close` sends what is left."""
+    """Makes spans of `provider`, which sends them from a thread of its own, the last ones at exit."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = provider
         self._tracer = provider.get_tracer("octavo", version("octavo"))
         self._propagator = TraceContextTextMapPropagator()
 
@@ -115,9 +114,6 @@ class Tracer:
             phase.end(start_ns + _ns(until_s))
         span.end(end_ns)
 
-    def close(self) -> None:
-        self._provider.shutdown()
-
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
@@ -131,9 +127,6 @@ class Tracing:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._lifespan(scope, receive, send)
-            return
         record = access_log.current.get()
         if scope["type"] != "http" or record is None or scope["path"] in access_log.QUIET_PATHS:
             await self.app(scope, receive, send)
@@ -156,11 +149,3 @@ class Tracing:
             raise
         finally:
             self._tracer.end(span, scope, status, failure)
-
-    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_on(message: Message) -> None:
-            if message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
-                self._tracer.close()
-            await send(message)
-
-        await self.app(scope, receive, send_on)
