@@ -6,7 +6,6 @@
 import { CACHED, FREE } from "./feed.js";
 
 const HUES = 16;
-const FLASH_MS = 900;
 const FLASH_LEVELS = 8;
 const FILLS = 4;
 const LARGEST_CELL = 26; // CSS pixels
@@ -43,6 +42,7 @@ export class BlockMap {
     this.#canvas = canvas;
     this.#engine = engine;
     this.#context = canvas.getContext("2d", { alpha: false });
+    this.flashMs = 900;
     this.frameMs = []; // how long the last frames took to draw
     new ResizeObserver(() => this.refresh()).observe(canvas.parentElement);
   }
@@ -192,7 +192,7 @@ export class BlockMap {
     let level = 0;
     const flashing = this.#flashes.get(block);
     if (flashing) {
-      level = Math.ceil((1 - (now - flashing.since) / FLASH_MS) * FLASH_LEVELS);
+      level = Math.ceil((1 - (now - flashing.since) / this.flashMs) * FLASH_LEVELS);
       if (level > 0) {
         flash = flashing.kind;
         level = Math.min(level, FLASH_LEVELS);
