@@ -77,6 +77,10 @@ async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings:
     return event_stream(writer.stream(generation), [generation], slow_reader_s=settings.slow_reader_s)
 
 
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 class _Writer:
     """Writes one request's answer, whole or in chunks."""
 
@@ -131,19 +135,18 @@ class _Writer:
         """The answer as chunks, each a JSON text."""
         options = self._body.stream_options
         has_usage = options is not None and bool(options.include_usage)
-        head = json.dumps(
+        head = _json(
             {
                 "id": self.id,
                 "object": "chat.completion.chunk",
                 "created": self._created,
                 "model": self._model,
-            },
-            ensure_ascii=False,
+            }
         )[:-1]
         # With usage asked for, every other chunk says that it is not the one.
-        tail = ', "usage": null}' if has_usage else "}"
+        tail = ',"usage":null}' if has_usage else "}"
         choices = [
-            _ChoiceStream(i, self._format.reader(), f'{head}, "choices": [{{"index": {i}, "delta": ', tail)
+            _ChoiceStream(i, self._format.reader(), f'{head},"choices":[{{"index":{i},"delta":', tail)
             for i in range(self._num_choices)
         ]
         output: RequestOutput | None = None
@@ -158,8 +161,7 @@ class _Writer:
                 num_reasoning_tokens(choice.token_ids, choices[choice.index].reader, self._tokenizer)
                 for choice in output.outputs
             )
-            usage = json.dumps(self._usage(output, num_reasoning))
-            yield f'{head}, "choices": [], "usage": {usage}}}'
+            yield f'{head},"choices":[],"usage":{_json(self._usage(output, num_reasoning))}}}'
 
     def _chunk_logprobs(self, chunk: StreamChunk) -> list[Any] | None:
         if self._body.num_logprobs is None:
@@ -231,12 +233,9 @@ class _ChoiceStream:
     def _chunk(
         self, delta: dict[str, Any], logprobs: list[Any] | None = None, reason: str | None = None
     ) -> str:
-        shown = json.dumps(delta, ensure_ascii=False)
-        content = "null"
-        if logprobs is not None:
-            content = json.dumps({"content": logprobs, "refusal": None}, ensure_ascii=False)
+        content = "null" if logprobs is None else _json({"content": logprobs, "refusal": None})
         end = "null" if reason is None else f'"{reason}"'
-        return f'{self._head}{shown}, "logprobs": {content}, "finish_reason": {end}}}]{self._tail}'
+        return f'{self._head}{_json(delta)},"logprobs":{content},"finish_reason":{end}}}]{self._tail}'
 
 
 def _message(answer: Answer) -> dict[str, Any]:
