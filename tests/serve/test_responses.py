@@ -63,7 +63,10 @@ def test_items_of_a_turn_are_one_message() -> None:
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
         {"type": "message", "role": "user", "content": "Hi"},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {
+            "type": "reasoning", "id": "rs_1", "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm"}],
+        },
         {
             "type": "message", "id": "msg_1", "status": "completed", "role": "assistant",
             "content": [{"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}],
@@ -74,7 +77,7 @@ def test_items_of_a_turn_are_one_message() -> None:
         {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "2"}]},
         {"role": "assistant", "content": "So"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
-        {"role": "user", "content": [{"type": "input_text", "text": "x"}, {"type": "input_text", "text": "y"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": text} for text in "xy"]},
     ]  # fmt: skip
     assert as_chat(items) == [
         {"role": "system", "content": "Be brief."},
@@ -99,7 +102,8 @@ def test_options_mean_what_they_mean_in_a_chat() -> None:
         {
             "input": "Hi", "max_output_tokens": 7, "temperature": 0.5, "top_k": 3, "seed": 1, "stop": "x",
             "logit_bias": {"1": 2}, "tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"},
-            "parallel_tool_calls": False, "top_logprobs": 2, "reasoning": {"effort": "none", "summary": "auto"},
+            "parallel_tool_calls": False, "top_logprobs": 2,
+            "reasoning": {"effort": "none", "summary": "auto"},
             "text": {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}},
             "include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "store": False,
         }
@@ -135,7 +139,7 @@ def test_two_functions_of_one_name_are_refused() -> None:
         ({"input": [{"type": "message", "role": "user", "content": [{"type": "input_image"}]}]}, None),
         ({"tools": [{"type": "web_search"}]}, "tools[0].name"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "response_format.json_schema.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
@@ -275,6 +279,9 @@ def test_a_failure_is_an_event_and_an_error() -> None:
     assert (response["status"], response["error"]["message"]) == ("failed", "the logits are NaN")
     assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the logits are NaN"
     assert ask(failed).status_code == 500
+    text = {"format": {"type": "json_object"}}
     for stream in (False, True):
-        refused = ask(Answer(refuse=("RequestError", "n=9 can never run")), stream=stream)
+        refusal = Answer(refuse=("RequestError", "structured_output: too big"))
+        refused = ask(refusal, stream=stream, text=text)
         assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "text.format: too big"

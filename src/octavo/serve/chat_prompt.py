@@ -53,8 +53,14 @@ class PreparedChat:
         return ApiError(400, f"{self.bound_by}: {problem}", param=self.bound_by)
 
 
-async def prepare_chat(body: ChatRequest, engine: AsyncEngine, settings: ServeSettings) -> PreparedChat:
-    """Render, encode and check a request.
+async def prepare_chat(
+    body: ChatRequest,
+    engine: AsyncEngine,
+    settings: ServeSettings,
+    *,
+    format_field: str = "response_format",
+) -> PreparedChat:
+    """Render, encode and check a request; `format_field` is what its response_format is called.
 
     Raises ApiError (400) or RequestError for what it asks that cannot be, EngineError while the model loads.
     """
@@ -74,7 +80,7 @@ async def prepare_chat(body: ChatRequest, engine: AsyncEngine, settings: ServeSe
     if body.skip_special_tokens is None and _hides_tags(tokenizer, answer_format):
         more["skip_special_tokens"] = False
     params = to_sampling_params(body, engine.model, **more)
-    bound_by = "structured_outputs" if body.structured_outputs is not None else "response_format"
+    bound_by = "structured_outputs" if body.structured_outputs is not None else format_field
     if calls is not None and not calls.is_free:
         bound_by = "tools"
     return PreparedChat(prompt, token_ids, params, answer_format, bound_by)

@@ -52,7 +52,7 @@ async def _respond(
     body: ResponsesRequest, model: str, engine: AsyncEngine, settings: ServeSettings
 ) -> Response:
     as_chat = body.as_chat()
-    chat = await prepare_chat(as_chat, engine, settings)
+    chat = await prepare_chat(as_chat, engine, settings, format_field="text.format")
     writer = _Writer(body, as_chat, chat, model, engine.tokenizer)
     generation = engine.submit(
         chat.prompt_token_ids,

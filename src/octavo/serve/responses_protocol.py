@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from octavo.serve.api_errors import ApiError
 from octavo.serve.chat_protocol import (
     AllowedToolChoice,
     AllowedTools,
@@ -217,7 +218,10 @@ class ResponsesRequest(SamplingFields, IgnoredFields):
         return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
 
     def as_chat(self) -> ChatRequest:
-        """The same request, as /v1/chat/completions would be asked it."""
+        """The same request, as /v1/chat/completions would be asked it.
+
+        Raises ApiError (400) for fields that contradict each other.
+        """
         shared = {name: getattr(self, name) for name in _SHARED}
         return ChatRequest(
             **shared,
@@ -312,4 +316,7 @@ def _chat_format(text: TextOptions | None) -> ResponseFormat | None:
         return None
     if text.format.type != "json_schema":
         return ResponseFormat(type=text.format.type)
+    if text.format.schema_ is None:
+        message = "text.format.schema is missing: type 'json_schema' needs the schema to keep"
+        raise ApiError(400, message, param="text.format.schema")
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=text.format.schema_))
