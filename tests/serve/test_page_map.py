@@ -34,9 +34,9 @@ SUMMARY = """async () => {
 COLOUR = """async (block) => {
     const { map } = await import("/page/main.js");
     const canvas = document.getElementById("map");
-    const { x, y, size } = map.placeOf(block);
+    const { x, y, width } = map.placeOf(block);
     const at = (share) => [...canvas.getContext("2d").getImageData(
-        (x + size * share) * devicePixelRatio, (y + size * share) * devicePixelRatio, 1, 1).data.slice(0, 3)];
+        (x + width * share) * devicePixelRatio, (y + width * share) * devicePixelRatio, 1, 1).data.slice(0, 3)];
     return { edge: at(0.15), middle: at(0.42) };
 }"""
 """The colours of a block's cell near its edge and in its middle."""

@@ -24,7 +24,7 @@ export class BlockMap {
   #pixels = null;
   #keys = new Int32Array(0);
   #tiles = new Map();
-  #cell = 0;
+  #cell = { width: 0, height: 0 }; // device pixels
   #columns = 1;
   #dirtyBands = new Uint8Array(0);
   #dirty = new Set();
@@ -93,27 +93,21 @@ export class BlockMap {
     return this.#columns;
   }
 
-  /** The CSS colour that a row's blocks have. */
-  static colourOf(seqId) {
-    return `var(--hue-${hueOf(seqId)})`;
-  }
-
   /** The block at a point of the canvas in CSS pixels, or null. */
   blockAt(x, y) {
-    const size = this.#cell / devicePixelRatio;
-    const column = Math.floor(x / size);
-    const block = Math.floor(y / size) * this.#columns + column;
+    const { width, height } = this.#cell;
+    const column = Math.floor((x * devicePixelRatio) / width);
+    const block = Math.floor((y * devicePixelRatio) / height) * this.#columns + column;
     return column >= 0 && column < this.#columns && block >= 0 && block < this.#numShown ? block : null;
   }
 
   /** Where a block is on the canvas, in CSS pixels. */
   placeOf(block) {
-    const size = this.#cell / devicePixelRatio;
-    return {
-      x: (block % this.#columns) * size,
-      y: Math.floor(block / this.#columns) * size,
-      size,
-    };
+    const width = this.#cell.width / devicePixelRatio;
+    const height = this.#cell.height / devicePixelRatio;
+    const x = (block % this.#columns) * width;
+    const y = Math.floor(block / this.#columns) * height;
+    return { x, y, width, height };
   }
 
   #schedule() {
@@ -153,19 +147,16 @@ export class BlockMap {
     const height = Math.floor(room.height * devicePixelRatio);
     this.#numShown = this.#wanted();
     if (!width || !height || !this.#numShown) return false;
-    let cell = Math.round(LARGEST_CELL * devicePixelRatio);
-    while (cell > SMALLEST_CELL && Math.floor(width / cell) * Math.floor(height / cell) < this.#numShown) cell--;
-    const columns = Math.floor(width / cell);
+    const cell = largestCell(this.#numShown, width, height);
+    const columns = Math.floor(width / cell.width);
     const bands = Math.ceil(this.#numShown / columns);
-    if (cell !== this.#cell || !this.#colours) {
-      this.#colours ??= readColours(this.#canvas);
-      this.#tiles.clear();
-    }
+    this.#colours ??= readColours(this.#canvas);
+    this.#tiles.clear();
     this.#cell = cell;
     this.#columns = columns;
     const canvas = this.#canvas;
-    canvas.width = columns * cell;
-    canvas.height = bands * cell;
+    canvas.width = columns * cell.width;
+    canvas.height = bands * cell.height;
     canvas.style.width = `${canvas.width / devicePixelRatio}px`;
     canvas.style.height = `${canvas.height / devicePixelRatio}px`;
     this.#image = this.#context.createImageData(canvas.width, canvas.height);
@@ -186,7 +177,7 @@ export class BlockMap {
     else if (owners !== FREE) {
       kind = KIND.owned;
       hue = hueOf(engine.holder[block]);
-      if (this.#cell >= SHAPED_FROM) fill = Math.floor(engine.fillOf(block) * FILLS);
+      if (this.#cell.height >= SHAPED_FROM) fill = Math.floor(engine.fillOf(block) * FILLS);
     }
     let flash = FLASH.none;
     let level = 0;
@@ -219,9 +210,9 @@ export class BlockMap {
     const width = this.#image.width;
     const pixels = this.#pixels;
     const band = Math.floor(block / this.#columns);
-    let to = band * cell * width + (block % this.#columns) * cell;
-    for (let y = 0, from = 0; y < cell; y++, to += width - cell) {
-      for (let x = 0; x < cell; x++) pixels[to++] = tile[from++];
+    let to = band * cell.height * width + (block % this.#columns) * cell.width;
+    for (let y = 0, from = 0; y < cell.height; y++, to += width - cell.width) {
+      for (let x = 0; x < cell.width; x++) pixels[to++] = tile[from++];
     }
     this.#dirtyBands[band] = 1;
   }
@@ -246,8 +237,8 @@ export class BlockMap {
     for (let first = bands.indexOf(1); first >= 0; first = bands.indexOf(1, first)) {
       let end = first;
       while (bands[end]) bands[end++] = 0;
-      const y = first * this.#cell;
-      this.#context.putImageData(this.#image, 0, 0, 0, y, width, (end - first) * this.#cell);
+      const { height } = this.#cell;
+      this.#context.putImageData(this.#image, 0, 0, 0, first * height, width, (end - first) * height);
       first = end;
     }
   }
@@ -268,6 +259,11 @@ export class BlockMap {
       for (const block of this.#marked) this.#dirty.add(block);
     }
   }
+}
+
+/** The CSS colour that a row's blocks have. */
+export function colourOf(seqId) {
+  return `var(--hue-${hueOf(seqId)})`;
 }
 
 function hueOf(seqId) {
@@ -295,33 +291,44 @@ function readColours(canvas) {
   };
 }
 
+/** The largest cell with which so many fit into the room, all in device pixels. Small ones need not be square:
+ * from 3 to 2 is a large step. */
+function largestCell(num, width, height) {
+  for (let size = Math.round(LARGEST_CELL * devicePixelRatio); size > SMALLEST_CELL; size--) {
+    for (const lower of size < SHAPED_FROM ? [size, size - 1] : [size]) {
+      if (Math.floor(width / size) * Math.floor(height / lower) >= num) return { width: size, height: lower };
+    }
+  }
+  return { width: SMALLEST_CELL, height: SMALLEST_CELL };
+}
+
 /** The pixels of one cell. Shapes: free a dot, cached a small square, owned a full one that fills up, shared a
  * full one with a hole. */
-function drawTile(size, colours, { kind, hue, fill, flash, level, isDimmed }) {
-  const context = new OffscreenCanvas(size, size).getContext("2d", { willReadFrequently: true });
+function drawTile({ width, height }, colours, { kind, hue, fill, flash, level, isDimmed }) {
+  const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
   const paper = colours.paper.rgb;
   const base = [colours.free, colours.cached, colours.hues[hue], colours.shared][kind].rgb;
   const glow = [base, colours.evicted.rgb, colours.preempted.rgb][flash];
   const colour = mix(mix(paper, base, isDimmed ? 0.22 : 1), glow, level);
   context.fillStyle = css(paper);
-  context.fillRect(0, 0, size, size);
-  const gap = size >= 9 ? Math.round(size / 9) : size >= 4 ? 1 : 0;
-  const inner = size - gap;
+  context.fillRect(0, 0, width, height);
+  const gap = height >= 9 ? Math.round(height / 9) : height >= 4 ? 1 : 0;
+  const inner = height - gap;
   const square = (inset, style) => {
     context.fillStyle = style;
     context.beginPath();
     const side = inner - 2 * inset;
-    context.roundRect(inset, inset, side, side, size >= 9 ? side * 0.22 : 0);
+    context.roundRect(inset, inset, width - gap - 2 * inset, side, height >= 9 ? side * 0.22 : 0);
     context.fill();
   };
-  if (size < SHAPED_FROM) square(0, css(kind === KIND.free && !flash ? mix(paper, colour, 0.4) : colour));
+  if (height < SHAPED_FROM) square(0, css(kind === KIND.free && !flash ? mix(paper, colour, 0.4) : colour));
   else if (kind === KIND.free && !flash) square(Math.floor(inner * 0.36), css(colour));
   else if (kind === KIND.cached && !flash) square(Math.max(1, Math.floor(inner * 0.2)), css(colour));
   else if (kind === KIND.owned && fill < 1 && !flash) {
     square(0, css(mix(paper, colour, 0.3)));
     context.save();
     context.beginPath();
-    context.rect(0, inner * (1 - fill), size, size);
+    context.rect(0, inner * (1 - fill), width, height);
     context.clip();
     square(0, css(colour));
     context.restore();
@@ -329,7 +336,7 @@ function drawTile(size, colours, { kind, hue, fill, flash, level, isDimmed }) {
     square(0, css(colour));
     if (kind === KIND.shared) square(Math.round(inner * 0.34), css(paper));
   }
-  return new Uint32Array(context.getImageData(0, 0, size, size).data.buffer);
+  return new Uint32Array(context.getImageData(0, 0, width, height).data.buffer);
 }
 
 function mix(a, b, share) {

@@ -1,6 +1,7 @@
 // The conversation: what was said, what is being answered, and how long it took.
 
 import { events, ServerError } from "./api.js";
+import { colourOf } from "./blockmap.js";
 import { render } from "./markdown.js";
 
 const STORE = "octavo.chat";
@@ -230,10 +231,11 @@ export class Chat {
     const parts = [];
     if (message.role === "assistant") {
       const row = isRunning ? this.#rowOf(this.#running.requestId) : null;
+      if (row) row.isOwn = true;
       if (row?.blocks.length) {
         const button = action("row", `${row.blocks.length} blocks`, "Show its blocks in the map");
         const chip = element("i");
-        chip.style.background = `var(--hue-${(row.id * 5) % 16})`;
+        chip.style.background = colourOf(row.id);
         button.prepend(chip);
         parts.push(button);
       }

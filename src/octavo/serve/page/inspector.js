@@ -81,13 +81,13 @@ export class Inspector {
     this.#block = block !== null && block >= 0 && block < this.#map.numShown ? block : null;
     this.#tip.hidden = this.#cursor.hidden = this.#block === null;
     if (this.#block === null) return;
-    const { x, y, size } = this.#map.placeOf(this.#block);
+    const { x, y, width, height } = this.#map.placeOf(this.#block);
     const left = x + this.#canvas.offsetLeft;
     const top = y + this.#canvas.offsetTop;
     Object.assign(this.#cursor.style, {
       transform: `translate(${left}px, ${top}px)`,
-      width: `${size}px`,
-      height: `${size}px`,
+      width: `${width}px`,
+      height: `${height}px`,
     });
     const lines = this.#describe(this.#block);
     if (this.#tip.textContent !== lines.join("")) {
@@ -98,8 +98,8 @@ export class Inspector {
     const box = this.#canvas.parentElement;
     const room = { width: box.clientWidth, height: box.clientHeight };
     const tipLeft = Math.max(0, Math.min(left, room.width - this.#tip.offsetWidth));
-    const isBelow = top + size + 8 + this.#tip.offsetHeight < room.height;
-    const tipTop = isBelow ? top + size + 8 : top - 8 - this.#tip.offsetHeight;
+    const isBelow = top + height + 8 + this.#tip.offsetHeight < room.height;
+    const tipTop = isBelow ? top + height + 8 : top - 8 - this.#tip.offsetHeight;
     this.#tip.style.transform = `translate(${tipLeft}px, ${Math.max(-8, tipTop)}px)`;
   }
 

@@ -24,6 +24,7 @@ const STATES = {
   stuck: "not responding",
   dead: "engine ended",
   lost: "no connection",
+  locked: "API key needed",
 };
 
 const NOTICES = {
@@ -32,6 +33,7 @@ const NOTICES = {
   stuck: "The engine has work, but no step ends. What runs may fail.",
   dead: "The engine has ended, so nothing can be answered. Restart the server.",
   lost: "No connection to the server. Trying again.",
+  locked: "This server wants an API key. Click anywhere to give one.",
 };
 
 const RETRY_MS = [250, 500, 1000, 2000, 4000];
@@ -167,11 +169,20 @@ async function listen() {
       if (!["dead", "draining"].includes($("state").dataset.state)) setState("lost");
     } catch (error) {
       if (error instanceof LostPayload) continue;
-      if (error.name !== "AbortError" && !document.hidden) setState("lost");
+      if (error.status === 401) {
+        setState("locked");
+        await happening("click");
+        continue;
+      }
+      if (error.name !== "AbortError") setState("lost");
     }
-    if (document.hidden) await new Promise((resolve) => addEventListener("visibilitychange", resolve, { once: true }));
+    if (document.hidden) await happening("visibilitychange");
     else await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(attempt, RETRY_MS.length - 1)]));
   }
+}
+
+function happening(name) {
+  return new Promise((resolve) => addEventListener(name, resolve, { once: true }));
 }
 
 // Nobody sees a hidden page, so the engine need not tell it anything.

@@ -1,6 +1,6 @@
 // The table of requests: only the lines in sight exist as elements, so a thousand cost as much as twenty.
 
-import { BlockMap } from "./blockmap.js";
+import { colourOf } from "./blockmap.js";
 
 const LINE = 30; // CSS pixels; style.css says the same
 
@@ -85,9 +85,10 @@ export class RowsTable {
     element.style.transform = `translateY(${place * LINE}px)`;
     element.setAttribute("aria-rowindex", place + 2);
     element.setAttribute("aria-selected", row.id === this.#selected);
-    chip.style.background = row.isRunning ? BlockMap.colourOf(row.id) : "";
+    chip.style.background = row.isRunning ? colourOf(row.id) : "";
     const texts = [phaseOf(row), row.numPrompt, numOutput, row.numCached, row.blocks.length];
     setText(name, nameOf(row));
+    element.title = row.requestId;
     texts.forEach((text, i) => setText(cells[i + 1], typeof text === "number" ? text.toLocaleString() : text));
   }
 
@@ -118,8 +119,10 @@ export class RowsTable {
   }
 }
 
+/** A row's name for people: what ids begin with says little. */
 export function nameOf(row) {
-  return row.index ? `${row.requestId} · ${row.index}` : row.requestId;
+  const name = row.isOwn ? "this chat" : row.requestId.replace(/^(chatcmpl|cmpl|resp)[-_]/, "");
+  return row.index ? `${name} · ${row.index}` : name;
 }
 
 /** What a row is doing, in a word. */
