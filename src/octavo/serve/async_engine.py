@@ -284,7 +284,7 @@ class AsyncEngine:
         if self._link is not None:
             link, self._link = self._link, None
             # A process that loads or hangs does not read what it is told.
-            is_patient = self._state not in ("loading", "stuck")
+            is_patient = self._model is not None and self._state != "stuck"
             self._die(EngineError("the engine is closed"), is_told=False)
             await link.close(is_patient=is_patient)
         self._threads.shutdown(wait=False, cancel_futures=True)

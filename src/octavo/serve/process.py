@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import multiprocessing
 import signal
 import socket
@@ -47,6 +48,8 @@ class EngineProcess:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        # At exit multiprocessing asks its children to end in a way that this one is deaf to, and waits.
+        atexit.register(self._process.kill)
         theirs.close()  # or its end would never be seen
         self._channel = FrontChannel(on_message, self._lost)
         self._connecting = asyncio.get_running_loop().create_task(self._channel.connect(ours))
@@ -70,6 +73,7 @@ class EngineProcess:
             self._process.kill()
         self._channel.close()
         await asyncio.to_thread(self._process.join)
+        atexit.unregister(self._process.kill)
 
     def _lost(self) -> None:
         self._gone.set()
