@@ -23,9 +23,19 @@ def test_overlap_is_as_one_says(device: str, overlap: bool) -> None:
     assert EngineConfig(model="m", overlap=overlap).on_device(device).overlap is overlap
 
 
+def test_graphs_run_on_a_gpu_unless_told_not_to() -> None:
+    config = EngineConfig(model="m", cuda_graphs=True)
+    assert config.on_device("cuda").uses_graphs
+    assert not config.replace(enforce_eager=True).on_device("cpu").uses_graphs
+    assert not EngineConfig(model="m").on_device("cuda").uses_graphs
+    with pytest.raises(ConfigError, match=r"cuda_graphs=True needs a GPU, and device='auto' is cpu here"):
+        config.on_device("cpu")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"cuda_graphs": "yes"}, "cuda_graphs must be True or False, got 'yes'"),
         ({"overlap": 1}, "overlap must be True, False or None, got 1"),
         ({"run_ahead": 0}, r"run_ahead must be from 1 to 2\*\*40, got 0"),
         ({"run_ahead": True}, "run_ahead must be an int of at least 1, got True"),

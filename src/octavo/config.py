@@ -50,7 +50,8 @@ class EngineConfig:
         the host; None: on a GPU, and not on a CPU, where both are one. The tokens are the same.
     run_ahead: steps launched ahead with `overlap`: one usually, and up to this many while nothing waits and
         all that runs is decoding. A new request waits for these steps, a finished one wastes its share.
-    enforce_eager: no CUDA graphs. There are none yet, so both values mean the same.
+    cuda_graphs: replay decode steps from CUDA graphs. Off unless asked for, because it is new; needs a GPU.
+    enforce_eager: no CUDA graphs, whatever `cuda_graphs` says.
     tensor_parallel_size: 1 is the only value so far.
     trace: file that receives one JSON line per step.
     """
@@ -74,6 +75,7 @@ class EngineConfig:
     num_threads: int | None = None
     overlap: bool | None = None
     run_ahead: int = DEFAULT_RUN_AHEAD
+    cuda_graphs: bool = False
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     trace: str | os.PathLike[str] | None = None
@@ -110,7 +112,7 @@ class EngineConfig:
         for name in ("max_model_len", "num_blocks", "num_threads"):
             if getattr(self, name) is not None:
                 self._positive_int(name)
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "cuda_graphs", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.overlap is not None and not isinstance(self.overlap, bool):
@@ -141,6 +143,10 @@ class EngineConfig:
         """A new config with some values changed; checked like any other."""
         return replace(self, **changes)
 
+    @property
+    def uses_graphs(self) -> bool:
+        return self.cuda_graphs and not self.enforce_eager
+
     def on_device(self, device: str) -> EngineConfig:
         """This config with `device` settled ("cpu" or "cuda").
 
@@ -152,6 +158,8 @@ class EngineConfig:
                 f"kv_cache_dtype={self.kv_cache_dtype!r} needs a GPU{here}; "
                 "on a CPU use 'float16' to halve the cache"
             )
+        if device == "cpu" and self.uses_graphs:
+            raise ConfigError(f"cuda_graphs=True needs a GPU{here}; leave it out")
         if device != "cpu" and self.quantization is not None:
             raise ConfigError(
                 f"quantization={self.quantization!r} is a form of weights for the CPU{here}; leave it out "

@@ -11,7 +11,8 @@ from octavo.sampling_params import SamplingParams
 def test_engine_options_are_engine_config_fields_with_nothing_said_by_default():
     assert EngineOptions().llm_kwargs() == {}
     known = {field.name for field in dataclasses.fields(EngineConfig)}
-    named = {field.name for field in dataclasses.fields(EngineOptions)} - {"no_prefix_caching"}
+    named = {field.name for field in dataclasses.fields(EngineOptions)}
+    named -= {"no_prefix_caching", "no_overlap", "eager"}  # these switch a field off, or have another name
     assert named <= known
 
 
@@ -21,6 +22,16 @@ def test_what_is_said_reaches_the_engine():
         "block_size": 32,
         "kv_cache_memory": "1GiB",
         "enable_prefix_caching": False,
+    }
+
+
+def test_switches_set_what_they_switch():
+    options = EngineOptions(no_overlap=True, eager=True, cuda_graphs=True, run_ahead=2)
+    assert options.llm_kwargs() == {
+        "overlap": False,
+        "enforce_eager": True,
+        "cuda_graphs": True,
+        "run_ahead": 2,
     }
 
 

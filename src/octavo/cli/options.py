@@ -49,14 +49,26 @@ class EngineOptions:
     no_prefix_caching: Annotated[bool, _engine("Compute every prompt in full.", "--no-prefix-caching")] = (
         False
     )
+    no_overlap: Annotated[
+        bool, _engine("Read the tokens of a step before the next one is launched.", "--no-overlap")
+    ] = False
+    run_ahead: Annotated[int | None, _engine("Most steps launched ahead while nothing else waits.")] = None
+    cuda_graphs: Annotated[bool, _engine("Decode from CUDA graphs (new).", "--cuda-graphs")] = False
+    eager: Annotated[bool, _engine("No CUDA graphs.", "--eager")] = False
     num_threads: Annotated[int | None, _engine("CPU threads; default: all cores.")] = None
     trace: Annotated[str | None, _engine("Write one JSON line per engine step to this file.")] = None
 
     def llm_kwargs(self) -> dict[str, Any]:
         """The arguments for `LLM(model, **kwargs)`: only what was said."""
         said = {name: value for name, value in vars(self).items() if value is not None}
-        if said.pop("no_prefix_caching"):
-            said["enable_prefix_caching"] = False
+        for option, name, value in (
+            ("no_prefix_caching", "enable_prefix_caching", False),
+            ("no_overlap", "overlap", False),
+            ("cuda_graphs", "cuda_graphs", True),
+            ("eager", "enforce_eager", True),
+        ):
+            if said.pop(option):
+                said[name] = value
         return said
 
 

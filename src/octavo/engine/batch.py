@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.engine.request import Sequence
 from octavo.engine.schedule import Schedule
 from octavo.layers.attention_metadata import AttentionMetadata
 
@@ -61,12 +62,15 @@ class BatchBuilder:
         self._device = device or torch.device("cpu")
         self.num_rows = num_rows
         self._table = np.full((num_rows, max_blocks_per_row), -1, dtype=np.int32)
+        # Of each row, the entries [first, last) that a copy of the table elsewhere does not have yet.
+        self._changes: dict[int, tuple[int, int]] | None = None
 
     def build(self, plan: Schedule) -> Batch:
         """The tensors of one step. On a GPU they are under way when this returns; nothing waits for them."""
         num_new = np.array(plan.num_new_tokens, dtype=np.int64)
         starts = np.array([seq.num_computed_tokens for seq in plan.sequences], dtype=np.int64)
-        rows = self._sync_rows(plan)
+        self.sync_rows(plan.sequences)
+        rows = np.array([seq.row for seq in plan.sequences], dtype=np.int64)
         cu_seqlens_q = _prefix_sums(num_new)
         ends = starts + num_new
         # Each token's position: its index in the packed batch, moved by where its row starts.
@@ -89,18 +93,45 @@ class BatchBuilder:
             device=self._device,
         )
 
-    def _sync_rows(self, plan: Schedule) -> npt.NDArray[np.int64]:
-        table = self._table
-        for seq in plan.sequences:
+    def sync_rows(self, sequences: list[Sequence]) -> None:
+        """Bring the rows of these sequences up to date with their block tables."""
+        table, changes = self._table, self._changes
+        for seq in sequences:
             blocks = self._block_table_of(seq.seq_id)
-            synced = seq.num_synced_blocks
-            if synced != len(blocks):
+            synced, num_blocks = seq.num_synced_blocks, len(blocks)
+            if synced != num_blocks:
                 row = table[seq.row]
-                row[synced : len(blocks)] = blocks[synced:]
+                row[synced:num_blocks] = blocks[synced:]
                 if synced == 0:
-                    row[len(blocks) :] = -1  # the row's last owner may have had more
-                seq.num_synced_blocks = len(blocks)
-        return np.array([seq.row for seq in plan.sequences], dtype=np.int64)
+                    row[num_blocks:] = -1  # the row's last owner may have had more
+                seq.num_synced_blocks = num_blocks
+                if changes is not None:
+                    first, _ = changes.get(seq.row, (synced, num_blocks))
+                    changes[seq.row] = min(first, synced), num_blocks
+
+    def track_changes(self) -> int:
+        """From now on keep what `take_changes` hands out; returns the entries of a row."""
+        self._changes = {}
+        return self._table.shape[1]
+
+    def take_changes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is new in the table since the last call: (N,) int64 places in it, flattened, and (N,) int32
+        entries, under way to the device; None when nothing is.
+
+        Entries past a row's blocks are left as they were.
+        """
+        changes, table = self._changes, self._table
+        assert changes is not None, "nobody tracks changes"
+        if not changes:
+            return None
+        places = [
+            np.arange(row * table.shape[1] + first, row * table.shape[1] + last)
+            for row, (first, last) in changes.items()
+        ]
+        at = np.concatenate(places)
+        changes.clear()
+        found = _upload([at, table.reshape(-1)[at]], device)
+        return found[0], found[1]
 
 
 def pack_batch(

@@ -21,6 +21,7 @@ from octavo.cache.storage import KVCache, storage_dtype
 from octavo.config import QUANTIZED_KV_CACHE_DTYPES, EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.core import Engine
+from octavo.engine.graph import CudaCapture
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
@@ -83,6 +84,8 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     vocab_size = loaded.config.vocab_size
     runner = ModelRunner(loaded.model, kv_cache, batches, Sampler(vocab_size))
     runner.warm_up(steps_to_compile(config) if is_compiled else [smallest_step()])
+    if config.uses_graphs:
+        runner.use_graphs(config.max_model_len, CudaCapture(loaded.device))
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
@@ -132,6 +135,8 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
         share = DEFAULT_DEVICE_MEMORY_SHARE
         if config.num_blocks is None and config.kv_cache_memory is None:
             step_bytes = _largest_step_bytes(config, loaded, spec)
+            if config.uses_graphs:
+                step_bytes *= 2  # the graphs keep what a decode step takes to themselves
             free_bytes = _free_bytes(loaded.device) - step_bytes
             logger.info("the largest step takes %.1f MiB beside the cache", step_bytes / 2**20)
     return resolve_num_blocks(

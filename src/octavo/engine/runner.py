@@ -10,6 +10,7 @@ import torch
 
 from octavo.cache.storage import KVCache
 from octavo.engine.batch import BatchBuilder
+from octavo.engine.graph import Capture, DecodeGraphs
 from octavo.engine.sampler import NOTHING_DRAWN, Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
 from octavo.engine.warm_up import SAMPLING, Shape, empty_step, sequences
@@ -37,8 +38,10 @@ class ModelRunner:
         self.batches = batches
         self.sampler = sampler
         self.device = kv_cache.device
-        # Of each row, so that the next step can be launched before the host has read them.
-        self._last_token_ids = torch.zeros(batches.num_rows, dtype=torch.int64, device=self.device)
+        # Of each row, so that the next step can be launched before the host has read them; one more for those
+        # that only fill up a step.
+        self._last_token_ids = torch.zeros(batches.num_rows + 1, dtype=torch.int64, device=self.device)
+        self._graphs: DecodeGraphs | None = None
         self._torch_threads = None
         if self.device.type == "cpu":
             # torch's threads and ours would fight over the cores: torch gets them only for its own products.
@@ -58,9 +61,23 @@ class ModelRunner:
                 for params in SAMPLING if self.device.type == "cuda" else ():
                     self.sampler.sample(logits, sequences(len(logits), params))
 
+    def use_graphs(self, max_model_len: int, capture: Capture) -> None:
+        """Run decode steps from graphs that `capture` makes, where it can; the largest one is made now."""
+        self._graphs = DecodeGraphs(
+            self.model,
+            self.kv_cache,
+            self.batches,
+            self._last_token_ids,
+            vocab_size=self.sampler.vocab_size,
+            max_model_len=max_model_len,
+            capture=capture,
+        )
+        with self._running():
+            self._graphs.prepare()
+
     def close(self) -> None:
         """Let go of model and cache; a GPU's memory goes back to the system. Nothing can run afterwards."""
-        del self.model, self.kv_cache, self.sampler
+        del self.model, self.kv_cache, self.sampler, self._graphs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -87,6 +104,11 @@ class ModelRunner:
     def _launch(self, plan: Schedule) -> PendingStep:
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
+        if self._graphs is not None:
+            drawn = self._graphs.launch(plan)
+            if drawn is not None:
+                return drawn
+            self._graphs.forget()
         batch = self.batches.build(plan)
         if len(batch.unknown):
             known_by_now = self._last_token_ids.index_select(0, batch.unknown_rows)

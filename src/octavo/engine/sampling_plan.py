@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,35 @@ from octavo.engine.request import Sequence
 from octavo.kernels.reference.sampling import uniform
 
 _MAX_TEMPERATURE = 3e38
+
+
+class KernelRow(NamedTuple):
+    """One row's arguments of `octavo.kernels.sample`, as `SamplingPlan.kernel_options` has them for a batch.
+
+    has_filters: top_k, top_p or min_p have something to cut.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    has_filters: bool
+
+
+def kernel_row(seq: Sequence, vocab_size: int) -> KernelRow:
+    """The arguments for the rows of one sequence."""
+    p = seq.params
+    is_random = not p.is_greedy and p.top_k != 1
+    top_k = min(p.top_k or vocab_size, vocab_size)
+    return KernelRow(
+        temperature=min(p.temperature, _MAX_TEMPERATURE) if is_random else 0.0,
+        top_k=top_k,
+        top_p=p.top_p,
+        min_p=p.min_p,
+        seed=_wrap_int64(seq.seed),
+        has_filters=is_random and (top_k < vocab_size or p.top_p < 1 or p.min_p > 0),
+    )
 
 
 class SamplingPlan:

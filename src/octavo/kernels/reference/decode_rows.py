@@ -9,7 +9,7 @@ from torch import Tensor
 def prepare_decode(
     rows: Tensor, positions: Tensor, last_token_ids: Tensor, block_tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(input_ids, slot_mapping, cu_seqlens_k, block_table), as `octavo.kernels.decode_rows` describes them."""
+    """(input_ids, slot_mapping, cu_seqlens_k, block_table), as `octavo.kernels.decode_rows` explains them."""
     block_table = block_tables.index_select(0, rows)
     block_ids = block_table.gather(1, (positions // block_size)[:, None])[:, 0].long()
     is_there = block_ids >= 0

@@ -1,0 +1,310 @@
+"""Decode steps from graphs, with a stand-in for CUDA's: it runs the step again, on the same tensors."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import saved, tiny_hf_model
+
+from octavo.config import EngineConfig
+from octavo.engine.batch import BatchBuilder
+from octavo.engine.build import build_engine
+from octavo.engine.core import Engine
+from octavo.engine.graph import BAD_LOGITS, DecodeGraphs, bucket_sizes, is_plain
+from octavo.engine.request import Request
+from octavo.engine.sampler import Sampler
+from octavo.engine.sampling_plan import SamplingPlan, kernel_row
+from octavo.models.registry import LoadedModel, load_model
+from octavo.sampling_params import SamplingParams
+
+VOCAB_SIZE = 101
+HOST_ONLY = ("_sequences", "_owners", "_ints", "_options", "_top_k", "_plain", "_filters", "_batches")
+
+
+class Replaying:
+    """What `CudaCapture` does, as far as a CPU can: results always come in the same tensor, and a replay
+    knows nothing of the host.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: DecodeGraphs | None = None
+        self.num_captures = 0
+        self.num_replays = 0
+
+    def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        result = torch.full_like(step(), -7)
+        self.num_captures += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            assert self.graphs is not None
+            hidden = {name: self.graphs.__dict__.pop(name) for name in HOST_ONLY}
+            try:
+                result.copy_(step())
+            finally:
+                self.graphs.__dict__.update(hidden)
+
+        return replay, result
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gpt2"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    model = tiny_hf_model(request.param)
+    return load_model(saved(model, tmp_path_factory.mktemp("model")), dtype="float32")
+
+
+def engine_for(loaded: LoadedModel, capture: Replaying | None, **options: Any) -> Engine:
+    options = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 24} | options
+    engine = build_engine(EngineConfig(model="m", **options), loaded, None)
+    # Filtered draws go through the tokens in another order than on a CPU.
+    engine.runner.sampler = Sampler(VOCAB_SIZE, with_kernel=True)
+    if capture is not None:
+        engine.runner.use_graphs(engine.scheduler.max_model_len, capture)
+        capture.graphs = engine.runner._graphs
+    return engine
+
+
+def requests_for(engine: Engine, options: list[dict[str, Any]], seed: int = 0) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        engine.add_request(
+            [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))],
+            SamplingParams(**({"max_tokens": rng.randint(2, 20), "seed": i, "ignore_eos": True} | given)),
+        )
+        for i, given in enumerate(options)
+    ]
+
+
+def outputs(engine: Engine, requests: list[Request]) -> list[Any]:
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check()
+    assert engine.cache.num_owned == 0
+    found = []
+    for request in requests:
+        assert request.output is not None
+        found += [(c.token_ids, c.finish_reason, c.logprobs) for c in request.output.outputs]
+    return found
+
+
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_k": 5, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.7, "top_k": 1},
+    {"n": 3, "temperature": 1.0},
+    {"stop_token_ids": list(range(0, VOCAB_SIZE, 7))},
+    {"ignore_eos": False},
+]
+OTHERS: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"repetition_penalty": 1.3},
+    {"min_tokens": 2},
+    {"logit_bias": {5: 30.0}},
+    {"allowed_token_ids": [1, 2, 3]},
+]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (6, [1, 2, 4, 6]),
+        (33, [1, 2, 4, 8, 16, 24, 32, 33]),
+        (256, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]),
+    ],
+)
+def test_buckets(most: int, sizes: list[int]) -> None:
+    assert bucket_sizes(most) == sizes
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("limits", [{}, {"num_blocks": 14}, {"max_num_seqs": 3}], ids=str)
+def test_graphs_give_the_tokens_of_steps_without(
+    loaded: LoadedModel, overlap: bool, limits: dict[str, int]
+) -> None:
+    eager = engine_for(loaded, None, **limits)
+    expected = outputs(eager, requests_for(eager, PLAIN * 2))
+    capture = Replaying()
+    engine = engine_for(loaded, capture, overlap=overlap, **limits)
+    assert outputs(engine, requests_for(engine, PLAIN * 2)) == expected
+    assert capture.num_replays > 20
+    assert capture.num_captures <= 2 * len(bucket_sizes(engine.scheduler.max_num_rows))
+    if "num_blocks" in limits:
+        assert engine.stats().num_preemptions > 0
+
+
+def test_padding_writes_nowhere_and_reads_nothing(loaded: LoadedModel) -> None:
+    capture = Replaying()
+    engine = engine_for(loaded, capture, max_num_seqs=16)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    requests = [engine.add_request([i + 1, 1], params) for i in range(9)]
+    engine.step()
+    tables = [engine.cache.block_table(request.sequences[0].seq_id) for request in requests]
+    owned = {block for table in tables for block in table}
+    unowned = [block for block in range(64) if block not in owned]
+    for layer in engine.runner.kv_cache.layers:
+        layer.k[unowned] = layer.v[unowned] = torch.nan
+    before = [layer.k.clone() for layer in engine.runner.kv_cache.layers]
+    engine.step()
+    assert capture.num_replays == 1
+    for layer, old in zip(engine.runner.kv_cache.layers, before, strict=True):
+        assert torch.isnan(layer.k[unowned]).all()
+        written = (layer.k != old).any(dim=3).any(dim=2)[sorted(owned)]
+        assert written.sum() == 9
+    assert not any(error for request in requests for error in [request.sequences[0].error])
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_of_other_kinds_come_and_go(loaded: LoadedModel, overlap: bool) -> None:
+    mixed = [options for pair in zip(PLAIN, OTHERS * 2, strict=False) for options in pair]
+    eager = engine_for(loaded, None)
+    expected = outputs(eager, requests_for(eager, mixed, seed=3))
+    capture = Replaying()
+    engine = engine_for(loaded, capture, overlap=overlap)
+    assert outputs(engine, requests_for(engine, mixed, seed=3)) == expected
+    assert 0 < capture.num_replays < engine.stats().num_steps
+
+
+@pytest.mark.parametrize("options", PLAIN)
+def test_plain_rows_are_those_the_kernel_alone_draws(options: dict[str, Any]) -> None:
+    assert is_plain(SamplingParams(**options))
+
+
+@pytest.mark.parametrize("options", [*OTHERS, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}])
+def test_rows_that_need_more_are_not_plain(options: dict[str, Any]) -> None:
+    assert not is_plain(SamplingParams(**options))
+
+
+def test_a_row_is_drawn_with_what_the_sampler_would_draw_it_with() -> None:
+    options = [
+        *PLAIN,
+        {"temperature": 1e39},
+        {"top_k": 3},
+        {"temperature": 0.5, "top_k": 1000, "seed": -(2**63)},
+    ]
+    requests = [
+        Request(
+            str(i),
+            [1, 2],
+            SamplingParams(**o),
+            seeds=[o.get("seed", i)] * o.get("n", 1),
+            first_seq_id=i,
+            arrival=i,
+        )
+        for i, o in enumerate(options)
+    ]
+    sequences = [request.sequences[0] for request in requests]
+    expected = SamplingPlan(sequences, VOCAB_SIZE, torch.device("cpu"), None).kernel_options()
+    rows = [kernel_row(seq, VOCAB_SIZE) for seq in sequences]
+    assert torch.equal(torch.tensor([row.temperature for row in rows]), expected["temperature"])
+    assert [row.top_k for row in rows] == expected["top_k"].tolist()
+    assert torch.equal(torch.tensor([row.top_p for row in rows]), expected["top_p"])
+    assert torch.equal(torch.tensor([row.min_p for row in rows]), expected["min_p"])
+    assert [row.seed for row in rows] == expected["seeds"].tolist()
+    for seq, row in zip(sequences, rows, strict=True):
+        alone = SamplingPlan([seq], VOCAB_SIZE, torch.device("cpu"), None).kernel_options()
+        assert row.has_filters == (alone["top_k"] is not None)
+
+
+def test_the_largest_graph_is_made_first_and_the_others_when_they_are_needed(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="octavo")
+    engine = engine_for(loaded, Replaying())
+
+    def captured() -> list[str]:
+        messages = [record.getMessage().partition(" in ")[0] for record in caplog.records]
+        return [m.removeprefix("captured the decode step of ") for m in messages if m.startswith("captured")]
+
+    assert captured() == ["6 rows with filters"]
+    outputs(engine, requests_for(engine, [{}]))
+    assert captured()[1:] == ["1 rows"]
+    outputs(engine, requests_for(engine, [{"max_tokens": 5}] * 3))
+    assert captured()[2:] == ["4 rows"]
+    outputs(engine, requests_for(engine, [{"max_tokens": 5}] * 4))
+    assert len(captured()) == 3
+
+
+def test_bad_logits_end_their_row_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(loaded, Replaying(), overlap=True)
+    expected = outputs(engine, requests_for(engine, [{"max_tokens": 12}] * 3))
+    compute_logits = loaded.model.compute_logits
+    num_steps = 0
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal num_steps
+        logits = compute_logits(hidden).clone()
+        num_steps += len(hidden) == 4  # three requests and one entry of padding
+        if len(hidden) == 4:
+            logits[3] = torch.nan
+            logits[1] = torch.nan if num_steps == 5 else logits[1]
+        return logits
+
+    monkeypatch.setattr(type(loaded.model), "compute_logits", lambda self, hidden: poisoned(hidden))
+    requests = requests_for(engine, [{"max_tokens": 12}] * 3)
+    found = outputs(engine, requests)
+    assert [found[0], found[2]] == [expected[0], expected[2]]
+    tokens, reason, _ = found[1]
+    assert reason == "error"
+    assert 4 <= len(tokens) < 12
+    assert tokens == expected[1][0][: len(tokens)]
+    assert requests[1].output is not None
+    assert requests[1].output.error == BAD_LOGITS
+
+
+def test_without_graphs_where_they_cannot_be_had(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(step: Callable[[], torch.Tensor]) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    eager = engine_for(loaded, None)
+    expected = outputs(eager, requests_for(eager, PLAIN))
+    engine = engine_for(loaded, None)
+    engine.runner.use_graphs(64, refusing)
+    assert outputs(engine, requests_for(engine, PLAIN)) == expected
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [
+        "no CUDA graph for 6 rows (OutOfMemoryError: no room); steps are launched one kernel at a time from "
+        "now on"
+    ]
+
+
+def test_changes_bring_a_copy_of_the_table_up_to_date() -> None:
+    rng = random.Random(0)
+    tables: dict[int, list[int]] = {}
+    batches = BatchBuilder(lambda seq_id: tables[seq_id], num_rows=4, max_blocks_per_row=6, block_size=4)
+    assert batches.track_changes() == 6
+    assert batches.take_changes(torch.device("cpu")) is None
+    copy = torch.full((4, 6), -1, dtype=torch.int32)
+    sequences = []
+    for i in range(4):
+        request = Request(str(i), [1], SamplingParams(), seeds=[0], first_seq_id=i, arrival=i)
+        request.sequences[0].row = i
+        sequences += request.sequences
+        tables[i] = []
+    for _ in range(200):
+        for seq in rng.sample(sequences, 2):
+            table = tables[seq.seq_id]
+            if len(table) == 6 or rng.random() < 0.2:  # its row begins again, with another sequence's blocks
+                tables[seq.seq_id] = [rng.randrange(100) for _ in range(rng.randint(1, 3))]
+                seq.num_synced_blocks = 0
+            else:
+                table.append(rng.randrange(100))
+        batches.sync_rows(sequences)
+        if rng.random() < 0.5:
+            changes = batches.take_changes(torch.device("cpu"))
+            assert changes is not None
+            assert len(set(changes[0].tolist())) == len(changes[0]), "an entry comes twice: which one stays?"
+            copy.view(-1).index_copy_(0, *changes)
+            for seq in sequences:
+                table = tables[seq.seq_id]
+                assert copy[seq.row, : len(table)].tolist() == table
