@@ -39,19 +39,23 @@ def last_answer(page: Page) -> str:
 def test_an_answer_grows_is_laid_out_and_timed(browser: Browser) -> None:
     gate = asyncio.Event()
     pieces = ["Some **bold", "** words\n\n", "- one\n", "- two"]
-    answer = Answer(pieces, num_cached_tokens=4, gate=gate, gate_from=2)
+    answer = Answer(pieces, num_cached_tokens=4, gate=gate, gate_from=3)
     with page_server(answer) as server, page_of(browser, server.url) as page:
         assert page.title() == "Octavo"
         assert page.inner_text("#model-name") == "scripted"
         ask(page, "Hello?")
         page.wait_for_selector(".text strong >> text=bold")
         assert page.locator(".caret").count() == 1
+        page.wait_for_selector(".text li >> text=one")
+        page.evaluate("document.querySelector('.text p').mark = 'left alone'")
         assert page.is_visible("#stop")
         assert page.locator(".message.user .body").inner_text() == "Hello?"
         server.call(gate.set)
         until_answered(page)
         assert page.locator(".text li").all_inner_texts() == ["one", "two"]
         assert page.locator(".caret").count() == 0
+        # What is finished is left alone, so that it can be selected while the rest grows.
+        assert page.evaluate("document.querySelector('.text p').mark") == "left alone"
         facts = page.locator(".message.assistant .fact").all_inner_texts()
         prompt_tokens = len(server.link.submitted[0].prompt_token_ids)
         assert facts[-2:] == [f"{len(''.join(pieces))} tokens", f"4 of {prompt_tokens} cached"]
@@ -142,7 +146,7 @@ def test_settings_reach_the_engine_and_stay(browser: Browser) -> None:
 
 
 def test_a_conversation_goes_on_is_edited_and_outlives_a_reload(browser: Browser) -> None:
-    answers = iter(["first", "second", "third", "fourth"])
+    answers = iter(["first", "second", "third", "fourth", "fifth"])
     with page_server(lambda submit: Answer([next(answers)])) as server, page_of(browser, server.url) as page:
         ask(page, "one")
         until_answered(page)
@@ -163,6 +167,13 @@ def test_a_conversation_goes_on_is_edited_and_outlives_a_reload(browser: Browser
         assert [len(prompt) for prompt in prompts[1:3]] == [
             len(prompts[1])
         ] * 2  # regenerated: the same again
+        # A page that was closed before its answer came can ask again.
+        page.evaluate("localStorage['octavo.chat'] = JSON.stringify([{role: 'user', content: 'lost'}])")
+        page.reload()
+        page.wait_for_selector('#state[data-state="ready"]')
+        page.locator("button[data-action=again]").click()
+        until_answered(page)
+        assert page.locator(".message .body").all_inner_texts() == ["lost", "fifth"]
         page.click("#new-chat")
         assert page.is_visible("#welcome")
         page.reload()

@@ -5,7 +5,8 @@ import { colourOf } from "./blockmap.js";
 import { render } from "./markdown.js";
 
 const STORE = "octavo.chat";
-const RENDER_MS = 50; // an answer that grows is laid out anew at most this often
+const RENDER_MS = 50; // an answer that grows is laid out anew at most this often,
+const RENDER_SHARE = 4; // and a long one no more often than leaves most of the time to other things
 
 export class Chat {
   #messages = load();
@@ -104,13 +105,15 @@ export class Chat {
     this.#setAnswering(true);
     const timing = new Timing();
     message.stats = timing;
-    let lastRender = 0;
+    let nextRender = 0;
     let pending = null;
     const show = () => {
       pending = null;
-      lastRender = performance.now();
+      const began = performance.now();
       this.#fillBody(article, message);
       this.#fillFooter(article, message);
+      const now = performance.now();
+      nextRender = now + Math.max(RENDER_MS, RENDER_SHARE * (now - began));
     };
     try {
       const body = { ...this.#settings(history), stream: true, stream_options: { include_usage: true } };
@@ -127,7 +130,7 @@ export class Chat {
         message.content += content ?? "";
         message.reasoning += reasoning ?? "";
         if (choice.finish_reason) message.finish = choice.finish_reason;
-        pending ??= setTimeout(show, Math.max(0, lastRender + RENDER_MS - performance.now()));
+        pending ??= setTimeout(show, Math.max(0, nextRender - performance.now()));
       }
     } catch (error) {
       if (error.name === "AbortError") message.finish = "stopped";
@@ -158,7 +161,7 @@ export class Chat {
     if (action === "copy") copy(button, message.content);
     else if (action === "edit") this.#edit(index);
     else if (action === "again" && !this.#running) {
-      this.#messages.length = index;
+      this.#messages.length = message.role === "user" ? index + 1 : index;
       this.#rebuild();
       this.#answer();
     } else if (action === "row") {
@@ -196,7 +199,7 @@ export class Chat {
     this.#elements.messages.append(article);
     this.#fillBody(article, message);
     this.#fillFooter(article, message);
-    this.#follow(true);
+    this.#follow();
     return article;
   }
 
@@ -207,22 +210,22 @@ export class Chat {
       return;
     }
     const isRunning = this.#running?.message === message;
-    const parts = [];
+    const fragment = document.createDocumentFragment();
     if (message.reasoning) {
       const details = element("details", "reasoning");
       details.open = article.querySelector("details")?.open ?? false;
       details.append(element("summary", "", isRunning && !message.content ? "Thinking…" : "Thoughts"));
       details.append(element("div", "", message.reasoning));
-      parts.push(details);
+      fragment.append(details);
     }
     const text = element("div", "text");
     text.append(render(message.content));
-    parts.push(text);
+    fragment.append(text);
     if (isRunning) lastLine(text).append(element("span", "caret"));
-    if (message.error) parts.push(element("p", "error", message.error));
+    if (message.error) fragment.append(element("p", "error", message.error));
     const isAtEnd = this.#isAtEnd();
-    body.replaceChildren(...parts);
-    if (isAtEnd) this.#follow(true);
+    renew(body, fragment);
+    if (isAtEnd) this.#follow();
   }
 
   #fillFooter(article, message) {
@@ -245,11 +248,12 @@ export class Chat {
       parts.push(element("span", "spacer"));
       if (message.role === "user") parts.push(action("edit", "Edit", "Edit and ask again"));
       if (message.content) parts.push(action("copy", "Copy", "Copy the text"));
-      if (message.role === "assistant" && message === this.#messages.at(-1)) {
-        parts.push(action("again", message.error ? "Try again" : "Regenerate", "Answer anew"));
+      if (message === this.#messages.at(-1) && !this.#running) {
+        const isAnswered = message.role === "assistant" && !message.error;
+        parts.push(action("again", isAnswered ? "Regenerate" : "Try again", "Answer anew"));
       }
     }
-    footer.replaceChildren(...parts);
+    relabel(footer, parts);
   }
 
   #rebuildButtons() {
@@ -275,9 +279,9 @@ export class Chat {
     return scrollTop + clientHeight > scrollHeight - 48;
   }
 
-  #follow(isWanted) {
+  #follow() {
     const { scroller } = this.#elements;
-    if (isWanted) scroller.scrollTop = scroller.scrollHeight;
+    scroller.scrollTop = scroller.scrollHeight;
   }
 
   #fit() {
@@ -317,6 +321,32 @@ class Timing {
       numCached: this.#usage?.prompt_tokens_details?.cached_tokens ?? null,
     };
   }
+}
+
+/** Make `box` hold what `fragment` holds, but leave what is the same untouched: somebody may be selecting it. */
+function renew(box, fragment) {
+  const nodes = [...fragment.childNodes];
+  nodes.forEach((node, i) => {
+    const old = box.childNodes[i];
+    if (!old) box.append(node);
+    else if (old.className === "text" && node.className === "text") renew(old, node);
+    else if (!old.isEqualNode(node)) old.replaceWith(node);
+  });
+  while (box.childNodes.length > nodes.length) box.lastChild.remove();
+}
+
+/** Make `footer` hold `parts`; where only texts differ, its buttons stay, and with them the focus. */
+function relabel(footer, parts) {
+  const kind = (part) => `${part.tagName} ${part.className} ${part.dataset.action}`;
+  const old = [...footer.children];
+  if (old.length !== parts.length || old.some((part, i) => kind(part) !== kind(parts[i]))) {
+    footer.replaceChildren(...parts);
+    return;
+  }
+  old.forEach((part, i) => {
+    if (part.textContent !== parts[i].textContent) part.lastChild.textContent = parts[i].textContent;
+    part.title = parts[i].title;
+  });
 }
 
 /** The innermost last element that is a line of text: where the next word will stand. */

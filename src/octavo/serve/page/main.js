@@ -89,7 +89,7 @@ function onStatus({ state, model, version, reason }) {
 }
 
 function setState(state, reason = "") {
-  $("state").dataset.state = state;
+  $("state").dataset.state = document.body.dataset.state = state;
   const text = $("state").querySelector("span");
   if (text.textContent !== STATES[state]) text.textContent = STATES[state];
   $("notice").hidden = !NOTICES[state];
