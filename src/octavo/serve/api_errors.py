@@ -141,6 +141,7 @@ def as_api_error(error: BaseException) -> ApiError:
 _FIELDS = frozenset(f.name for f in fields(SamplingParams)) | {
     "prompt",
     "prompt_token_ids",
+    "tokens",
     "messages",
     "tools",
     "tool_choice",

@@ -139,23 +139,23 @@ class BodyLimit:
         size = 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                while True:
+                has_more = True
+                while has_more and size <= self._max_bytes:
                     message = await receive()
                     if message["type"] != "http.request":
                         return  # the client has gone
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    if size > self._max_bytes:
-                        break
-                    if not message.get("more_body", False):
-                        await self.app(scope, _replay(b"".join(parts), receive), send)
-                        return
+                    has_more = message.get("more_body", False)
         except TimeoutError:
             error = ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", param="body")
             await error.response()(scope, receive, send)
             return
+        if size <= self._max_bytes:
+            await self.app(scope, _replay(b"".join(parts), receive), send)
+            return
         parts.clear()
-        if message.get("more_body", False):
+        if has_more:
             await _discard(receive)
         await self._refuse(scope, receive, send)
 

@@ -1,0 +1,60 @@
+"""`ServeSettings`: what is refused, by name."""
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.serve.settings import ServeSettings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("host", ""),
+        ("host", 3),
+        ("port", -1),
+        ("port", 65_536),
+        ("port", "8000"),
+        ("port", True),
+        ("max_body_bytes", 0),
+        ("max_waiting_requests", 0),
+        ("max_waiting_requests", 1.5),
+        ("max_waiting_tokens", -1),
+        ("request_timeout_s", 0),
+        ("request_timeout_s", float("nan")),
+        ("slow_reader_s", float("inf")),
+        ("idle_connection_s", -1),
+        ("drain_s", -0.1),
+        ("drain_s", "3"),
+        ("stuck_s", 0),
+        ("served_model_names", "one"),
+        ("served_model_names", ["a", ""]),
+        ("cors_origins", [3]),
+        ("log_format", "xml"),
+        ("tool_parser", ""),
+        ("otlp_endpoint", "localhost:4317"),
+    ],
+)
+def test_a_bad_value_is_named(name, value):
+    with pytest.raises(ConfigError, match=f"^{name} must be "):
+        ServeSettings(**{name: value})
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown server option 'prot' \(did you mean 'port'\?\)"):
+        ServeSettings.from_options(prot=1)
+
+
+@pytest.mark.parametrize("keys", ["secret", ["se cret"], ["sécret"], [3], [""]])
+def test_keys_are_checked_and_never_shown(keys):
+    with pytest.raises(ConfigError, match="api_keys") as refused:
+        ServeSettings(api_keys=keys)
+    assert "cret" not in str(refused.value)
+    assert "secret" not in repr(ServeSettings(api_keys=["secret"]))
+
+
+def test_lists_become_tuples_and_replace_checks():
+    settings = ServeSettings(served_model_names=["a"], drain_s=0)
+    assert settings.served_model_names == ("a",)
+    assert settings.replace(port=0).port == 0
+    with pytest.raises(ConfigError):
+        settings.replace(port=-1)
