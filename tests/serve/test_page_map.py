@@ -35,8 +35,9 @@ COLOUR = """async (block) => {
     const { map } = await import("/page/main.js");
     const canvas = document.getElementById("map");
     const { x, y, width } = map.placeOf(block);
+    const scale = devicePixelRatio;
     const at = (share) => [...canvas.getContext("2d").getImageData(
-        (x + width * share) * devicePixelRatio, (y + width * share) * devicePixelRatio, 1, 1).data.slice(0, 3)];
+        (x + width * share) * scale, (y + width * share) * scale, 1, 1).data.slice(0, 3)];
     return { edge: at(0.15), middle: at(0.42) };
 }"""
 """The colours of a block's cell near its edge and in its middle."""

@@ -1,7 +1,7 @@
 """What the page sees of a running engine: rows, block tables and block states, as changes since last time.
 
-A payload is one JSON object; docs/observability.md explains its fields for readers outside. Lists of numbers
-are flat, because there may be thousands of them ten times a second::
+A payload is one JSON object; docs/page.md tells it to readers outside. Lists of numbers are flat, because
+there may be thousands of them ten times a second::
 
     seq        0, 1, 2, ...: a gap means that a payload was lost and the reader must start anew
     time_s     when it was made, on the engine's own clock
