@@ -1,0 +1,76 @@
+"""`octavo serve` as a subprocess, for the programs here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+from pathlib import Path
+
+START_S = 300.0
+
+
+class Server:
+    """`octavo serve` as a subprocess; `url` once it is ready."""
+
+    def __init__(self, model: str, options: list[str]) -> None:
+        command = (sys.executable, "-m", "octavo", "serve", model, "--port", "0", *options)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the server
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        self.url = ""
+        stop_waiting = threading.Timer(START_S, self.process.kill)
+        stop_waiting.start()
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := re.search(r"ready.* (http://\S+)", line):
+                self.url = found[1]
+                break
+        stop_waiting.cancel()
+        if not self.url:
+            raise SystemExit(f"the server did not start: {shlex.join(command)}\n{''.join(self.log())}")
+
+    def log(self) -> list[str]:
+        self._log.seek(0)
+        return self._log.readlines()
+
+    def pids(self) -> dict[str, int]:
+        """The front's process id, and the engine's: its child that holds the most memory."""
+        front = self.process.pid
+        children: list[int] = []
+        for task in Path(f"/proc/{front}/task").iterdir():
+            children += map(int, (task / "children").read_text().split())
+        return {"front": front, "engine": max(children, key=rss_mib)}
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def blocks(self) -> dict[str, float]:
+        """Blocks by state, requests under way, aborts and evictions so far, as /metrics tells them."""
+        text = self.get("/metrics")
+        found = dict(re.findall(r'^octavo_kv_cache_blocks\{state="(\w+)"\} (\S+)$', text, re.MULTILINE))
+        for name, series in (
+            ("running", "octavo_requests_running"),
+            ("aborts", 'octavo_requests_total{finish_reason="abort"}'),
+            ("evictions", "octavo_evictions_total"),
+        ):
+            (found[name],) = re.findall(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
+        return {name: float(count) for name, count in found.items()}
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory; 0 for a process that has gone."""
+    try:
+        found = re.search(r"^VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0.0
+    return int(found[1]) / 1024 if found else 0.0
