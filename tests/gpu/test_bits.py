@@ -8,7 +8,14 @@ import torch
 from helpers.attention_cases import Case, Inputs, prefix_sums, prepare
 from torch import Tensor
 
-from octavo.kernels import flash_attn_varlen_func, rms_norm, rotate_and_write_kv_cache, silu_and_mul
+from octavo.kernels import (
+    flash_attn_varlen_func,
+    linear,
+    pack_weight,
+    rms_norm,
+    rotate_and_write_kv_cache,
+    silu_and_mul,
+)
 from octavo.kernels.triton.monitor import forbid_compiles
 
 DECODE = Case((1, 2, 0, 8, 1, 1), (1, 33, 3, 300, 5000, 16), heads=(8, 2), head_dim=128)
@@ -254,3 +261,17 @@ def test_other_lengths_and_batches_compile_nothing(path: str) -> None:
             used = prepared[1].arguments
             q = torch.cat([used["q"][:start], used["q"]])[start:]
             prepared[1].run(q=q)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(576, 576), (1024, 3072), (50_000, 1024)], ids=str)
+def test_rows_of_an_invariant_product_do_not_depend_on_their_company(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    width, depth = shape
+    x = torch.randn(1000, depth, device="cuda", dtype=dtype)
+    weight = pack_weight(torch.randn(width, depth, device="cuda", dtype=dtype), "invariant")
+    together = linear(x, weight)
+    for rows in (slice(0, 1), slice(999, 1000), slice(63, 130), slice(1, 1000)):
+        assert torch.equal(linear(x[rows], weight), together[rows])
+    assert torch.equal(linear(x.flip(0), weight).flip(0), together)

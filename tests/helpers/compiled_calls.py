@@ -22,7 +22,9 @@ from octavo.kernels import (
     flash_attn_varlen_func,
     gelu_tanh,
     grouped_linear,
+    linear,
     pack_experts,
+    pack_weight,
     rms_norm,
     rotate_and_write_kv_cache,
     silu_and_mul,
@@ -94,6 +96,11 @@ def rotary(head_dim: int) -> Call:
     return lambda: apply_rotary(q, q.clone(), torch.zeros(64, head_dim), positions)
 
 
+def product(num_rows: int, width: int, depth: int, dtype: torch.dtype = BF16) -> Call:
+    weight = pack_weight(torch.zeros(width, depth, dtype=dtype), "invariant")
+    return lambda: linear(torch.zeros(num_rows, depth, dtype=dtype), weight, torch.zeros(width, dtype=dtype))
+
+
 def experts(num_rows: int, width: int, depth: int, dtype: torch.dtype = BF16, num: int = 128) -> Call:
     weights = pack_experts([torch.zeros(width, depth, dtype=dtype)] * num, num, "dense")
     x, rows = torch.zeros(num_rows, depth, dtype=dtype), torch.arange(num_rows)
@@ -137,6 +144,7 @@ SOME: dict[str, Call] = {
     "norm 2048": norm(2048, 4096),
     "experts 128x1536x2048 few": experts(64, 1536, 2048),
     "experts 128x1536x2048 many": experts(128 * 100, 1536, 2048),
+    "invariant product 1024x2048": product(256, 1024, 2048),
     "sample 64": draw(64),
 }
 ALL: dict[str, Call] = SOME | {
@@ -169,6 +177,8 @@ ALL: dict[str, Call] = SOME | {
     "experts 128x2048x768 more": experts(128 * 64, 2048, 768),
     "experts 8x2880x4000 many": experts(8 * 128, 2880, 4000, num=8),
     "experts 8x64x128 fp32": experts(8 * 128, 64, 128, FP32, num=8),
+    "invariant product 151936x1024": product(64, 151_936, 1024),
+    "invariant product 576x576 fp32": product(64, 576, 576, FP32),
     "decode rows 256": decode_rows(256, 2560),
     "sample 1": draw(1),
     "sample 256": draw(256),

@@ -1,21 +1,22 @@
 """Matrix products with weights that were packed once, at load time.
 
-===========  ===========================================  ================================================
-form         a weight is stored as                        for
-===========  ===========================================  ================================================
-``dense``    the (N, K) tensor as it came                 any dtype and device; torch's own `linear`
-``float32``  panels of float32                            the CPU: exact, and the same bits in every batch
-``float16``  panels of float16                            the CPU: half the bytes, lossless in practice
-``int8``     panels of int8, symmetric, with one float32  the CPU: a quarter of the bytes
-             scale for each group of 64 along K
-===========  ===========================================  ================================================
+=============  ===========================================  ==============================================
+form           a weight is stored as                        for
+=============  ===========================================  ==============================================
+``dense``      the (N, K) tensor as it came                 any dtype and device; torch's own `linear`
+``invariant``  likewise, contiguous                         GPUs: a row has the same bits in every batch
+``float32``    panels of float32                            the CPU: exact, the same bits in every batch
+``float16``    panels of float16                            the CPU: half the bytes, lossless in practice
+``int8``       panels of int8, symmetric, with one float32  the CPU: a quarter of the bytes
+               scale for each group of 64 along K
+=============  ===========================================  ==============================================
 
 With the last two, activations and products stay float32.
 
-The packed forms run in `octavo.kernels.cpu`: ``[ceil(N / panel)][K][panel]``, where a panel is as many output
-columns as one register tile computes on this CPU, the last one padded with zeros. A packed weight therefore
-belongs to the machine that packed it: do not save it. A result element is the same sum in the same order
-whatever the number of rows.
+The packed forms, those of the CPU, run in `octavo.kernels.cpu`: ``[ceil(N / panel)][K][panel]``, where a
+panel is as many output columns as one register tile computes on this CPU, the last one padded with zeros. A
+packed weight therefore belongs to the machine that packed it: do not save it. A result element is the same
+sum in the same order whatever the number of rows.
 
 Without the compiled kernels (no Numba, a CPU without AVX2) ``float32`` becomes ``dense`` and says so in
 `PackedWeight.note`; ``float16`` and ``int8``, which someone asked for, are refused with the way out.
@@ -32,11 +33,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.errors import UnsupportedKernelConfig, nearest
-from octavo.kernels import checks
+from octavo.kernels import backend, checks
 from octavo.kernels.argument_types import names_wrong_types
 from octavo.kernels.cpu import host
 
-Form = Literal["dense", "float32", "float16", "int8"]
+Form = Literal["dense", "invariant", "float32", "float16", "int8"]
 
 GROUP = 64  # weights along K that share one scale in the int8 form
 _INT8_MAX = 127
@@ -45,6 +46,7 @@ _ROWS_AT_ONCE = 4096  # quantised together, a multiple of nothing in particular:
 _PARALLEL_WORK = 1 << 16  # multiplications below which waking other threads costs more than it brings
 _TASKS = 32  # about as many per call: enough to even out a thread that was held up
 _IDS_PER_TASK = 8
+_UNPACKED = ("dense", "invariant")
 _ITEMS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
 
@@ -55,7 +57,7 @@ class PackedWeight:
     Attributes:
         shape: (N, K), as the weight was.
         form: the form it is in.
-        data: (N, K) for ``dense``, otherwise (panels, K, panel).
+        data: (N, K) for ``dense`` and ``invariant``, otherwise (panels, K, panel).
         scales: float32 (panels, ceil(K / GROUP), panel) for ``int8``, otherwise None.
         note: why the form is not the one asked for, or empty.
     """
@@ -72,8 +74,8 @@ class PackedWeight:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def dense(self) -> Tensor:
-        """The (N, K) float32 values it stands for, a new tensor unless the form is dense float32."""
-        if self.form == "dense":
+        """The (N, K) float32 values it stands for, a new tensor unless they are held as just that."""
+        if self.form in _UNPACKED:
             return self.data.float()
         values = self.data.float()
         if self.scales is not None:
@@ -85,7 +87,8 @@ def pack_weight(weight: Tensor, form: Form) -> PackedWeight:
     """Pack a weight (N, K) of any float dtype.
 
     Args:
-        weight: (N, K), any strides. ``dense`` keeps this very tensor; the other forms copy, on the CPU.
+        weight: (N, K), any strides. ``dense`` keeps this very tensor, and so does ``invariant`` where it is
+            contiguous; the other forms copy, on the CPU.
         form: see the module docstring.
 
     Returns:
@@ -106,8 +109,8 @@ def pack_weight(weight: Tensor, form: Form) -> PackedWeight:
     rows, columns = weight.shape
     shape = (rows, columns)
     weight = weight.detach()
-    if form == "dense":
-        return PackedWeight(shape, form, weight)
+    if form in _UNPACKED:
+        return PackedWeight(shape, form, weight if form == "dense" else weight.contiguous())
     reason = _unpackable(weight)
     if reason is not None:
         if form == "float32":
@@ -129,13 +132,13 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias``.
 
     Args:
-        x: (T, K) contiguous; float32, for ``dense`` the dtype of the weight.
+        x: (T, K) contiguous; float32, for ``dense`` and ``invariant`` the dtype of the weight.
         w: packed weight (N, K).
         bias: (N,) contiguous, of the dtype of x.
 
     Returns:
-        (T, N), new, of the dtype of x. In the packed forms a row has the same bits for every T, position and
-        number of threads.
+        (T, N), new, of the dtype of x. In all forms but ``dense`` a row has the same bits for every T,
+        position and number of threads.
 
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong.
@@ -143,6 +146,16 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     if w.form == "dense":
         return functional.linear(x, w.data, bias)
     columns, depth = w.shape
+    if w.form == "invariant":
+        checks.exactly(
+            "linear", "x", x, (x.shape[0] if x.dim() else 0, depth), w.data.device, (w.data.dtype,)
+        )
+        if bias is not None:
+            checks.exactly("linear", "bias", bias, (columns,), w.data.device, (w.data.dtype,))
+        product: Tensor = backend.select("invariant_linear", x.device.type, x.dtype)(
+            x.contiguous(), w.data, bias
+        )
+        return product
     if (
         x.dim() != 2
         or x.shape[1] != depth
@@ -170,7 +183,7 @@ def embedding(ids: Tensor, w: PackedWeight) -> Tensor:
         w: packed weight (N, K).
 
     Returns:
-        (T, K), new; float32, for ``dense`` the dtype of the weight.
+        (T, K), new; float32, for ``dense`` and ``invariant`` the dtype of the weight.
 
     Raises:
         KernelArgumentError: not a vector of integers, or an id out of range.
@@ -183,7 +196,7 @@ def embedding(ids: Tensor, w: PackedWeight) -> Tensor:
         if lowest < 0 or highest >= w.shape[0]:
             got = lowest if lowest < 0 else highest
             raise checks.wrong("embedding", "every id", f"from 0 to {w.shape[0] - 1}", got)
-    if w.form == "dense":
+    if w.form in _UNPACKED:
         return functional.embedding(ids, w.data)
     return _embedding_packed(ids, w)
 

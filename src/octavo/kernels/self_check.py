@@ -223,6 +223,11 @@ def _gelu(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     return [kernel(4 * draw(3, 37))]
 
 
+def _invariant_linear(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    x, weight = draw(70, 72), draw(37, 72, seed=1) * 0.1
+    return [kernel(x, weight, None), kernel(x[:1], weight, draw(37, seed=2))]
+
+
 def _grouped(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     """Groups of many rows, none and one, in order and from anywhere to anywhere."""
     form: Form = "float32" if draw.run == torch.float32 and draw.device.type == "cpu" else "dense"
@@ -251,6 +256,7 @@ CASES: dict[str, Case] = {
     "apply_rotary": _rotary,
     "silu_and_mul": _activation,
     "gelu_tanh": _gelu,
+    "invariant_linear": _invariant_linear,
     "grouped_linear": _grouped,
     "sample": _sample,
     "prepare_decode": _prepare_decode,
