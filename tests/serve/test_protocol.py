@@ -114,8 +114,17 @@ def test_what_is_known_but_not_served_is_refused(model: Any, field: str, value: 
     assert refused_field(model, body | {field: value}).split(".")[0] == field
 
 
+def test_objects_must_have_a_form_in_utf8() -> None:
+    function = {"name": "f", "parameters": {"title": "\ud800"}}
+    tools: list[Any] = [{"type": "function", "function": function}]
+    assert refused_field(ChatRequest, CHAT | {"tools": tools}) == "tools.0.function.parameters"
+    tools = [{"type": "function", **function}]
+    assert refused_field(ResponsesRequest, {"input": "Hi", "tools": tools}) == "tools.0.parameters"
+
+
 def test_fields_without_effect_are_accepted_whatever_they_hold() -> None:
-    fields = {name: {"a": [1]} for name in IgnoredFields.model_fields}
+    fields: dict[str, Any] = {name: {"a": [1]} for name in IgnoredFields.model_fields}
+    fields |= {"user": "me", "metadata": {"a": "b"}}
     assert sorted(fields) == [
         "metadata",
         "prompt_cache_key",

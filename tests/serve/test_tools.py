@@ -150,7 +150,7 @@ _FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(_FRAGMENTS, max_size=14).map("".join), st.data(), st.booleans())
 @example("<tool_call>\\", None, False)
 def test_any_text_is_read_the_same_however_it_is_cut(
@@ -170,7 +170,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.text(st.characters(exclude_characters="<", exclude_categories=("Cs",)), max_size=12),
     st.lists(

@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from octavo.serve.api_errors import ApiError
-from octavo.serve.protocol import MAX_TOP_LOGPROBS, Body, Count, GenerationFields, is_list, unsupported
+from octavo.serve.protocol import (
+    MAX_TOP_LOGPROBS,
+    Body,
+    Count,
+    GenerationFields,
+    JsonObject,
+    is_list,
+    unsupported,
+)
 
 
 class TextPart(Body):
@@ -67,7 +75,7 @@ class Message(Body):
 class FunctionDefinition(Body):
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(
+    parameters: JsonObject | None = Field(
         default=None, description="A JSON schema; no parameters if left out."
     )
     strict: bool | None = Field(default=None, description="Calls keep to `parameters` in every case.")

@@ -6,11 +6,21 @@ status 400 naming the field. `null` means the default, everywhere.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from octavo.errors import shown
@@ -51,6 +61,20 @@ def unsupported(way_out: str) -> Any:
     return Annotated[None, BeforeValidator(refuse), Field(description=f"Not supported; {way_out}.")]
 
 
+def _can_be_sent_back(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        message = "not valid Unicode: it holds a lone surrogate"
+        raise PydanticCustomError("string_unicode", message) from error
+    except RecursionError as error:
+        raise PydanticCustomError("recursion", "nested too deeply") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_can_be_sent_back)]
+"""Any JSON object, whose texts have a UTF-8 form."""
+
 _Ignored = Annotated[Any, Field(description="Accepted, and without effect on the answer.")]
 
 
@@ -59,8 +83,10 @@ class IgnoredFields(Body):
     nothing here is stored, billed or tiered. docs/openai_api.md lists them.
     """
 
-    user: _Ignored = None
-    metadata: _Ignored = None
+    user: str | None = Field(default=None, description="Accepted, and without effect on the answer.")
+    metadata: dict[str, str] | None = Field(
+        default=None, description="Accepted, and without effect on the answer."
+    )
     store: _Ignored = None
     service_tier: _Ignored = None
     safety_identifier: _Ignored = None
@@ -109,7 +135,7 @@ class StreamOptions(Body):
 class JsonSchemaFormat(Body):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = Field(default=None, description="Without effect: the schema is always kept.")
 
 

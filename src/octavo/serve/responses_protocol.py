@@ -27,6 +27,7 @@ from octavo.serve.protocol import (
     Count,
     IgnoredFields,
     Int64,
+    JsonObject,
     JsonSchemaFormat,
     LogitBias,
     ResponseFormat,
@@ -148,7 +149,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = Field(default=None, description="Without effect: the schema is always kept.")
 
 

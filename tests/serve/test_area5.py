@@ -1,0 +1,249 @@
+"""Faults that people met in servers like this one, on the chat side: a real server over a tiny model.
+
+Each is a public report: sgl-project/mini-sglang#15, Arthur-Ficial/apfel#100, vllm-project/vllm#19862 and
+#16529, and what was reported beside them. `test_completions` and `test_lifecycle` have /v1/completions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from helpers.serve import RunningServer, events_of, running_server, wait_until
+
+CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+ENDLESS = {"messages": HI, "max_tokens": 30_000, "ignore_eos": True}
+VOCAB_SIZE = 258
+
+
+@pytest.fixture(scope="module")
+def server(tiny: tuple[Any, ...]) -> Iterator[RunningServer]:
+    with running_server(*tiny, "--max-num-seqs", "2", "--max-num-batched-tokens", "512") as running:
+        yield running
+
+
+def post(server: RunningServer, body: Any, path: str = CHAT) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=60)
+
+
+def counts(server: RunningServer) -> dict[str, float]:
+    text = httpx.get(server.url + "/metrics").text
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    return {
+        "running": values["octavo_requests_running"],
+        "waiting": values["octavo_requests_waiting"],
+        "owned": values['octavo_kv_cache_blocks{state="owned"}'],
+        "aborted": values['octavo_requests_total{finish_reason="abort"}'],
+    }
+
+
+def is_idle(server: RunningServer) -> bool:
+    now = counts(server)
+    return now["running"] == now["waiting"] == now["owned"] == 0
+
+
+@contextlib.contextmanager
+def streaming(server: RunningServer, body: dict[str, Any], num_events: int) -> Iterator[Iterator[str]]:
+    """A stream of which so many events have been read; what is left of its lines."""
+    with httpx.stream("POST", server.url + CHAT, json={**body, "stream": True}, timeout=60) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        for _ in range(num_events):
+            next(line for line in lines if line.startswith("data: "))
+        yield lines
+
+
+def assert_gone_within_a_second(server: RunningServer, num_aborted_before: float, num: int = 1) -> None:
+    left_s = time.monotonic()
+    wait_until(lambda: is_idle(server), 10)
+    assert time.monotonic() - left_s < 1
+    assert counts(server)["aborted"] == num_aborted_before + num
+
+
+# C43: a client that has gone is generated for no longer
+
+
+def test_a_stream_closed_after_five_chunks_is_aborted(server: RunningServer) -> None:
+    before = counts(server)["aborted"]
+    with streaming(server, ENDLESS, 5):
+        assert counts(server)["running"] == 1
+    assert_gone_within_a_second(server, before)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_an_answer_not_waited_for_is_aborted(server: RunningServer, path: str) -> None:
+    before = counts(server)["aborted"]
+    body = ENDLESS if path == CHAT else {"input": "Hi", "max_output_tokens": 30_000, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + path, json=body, timeout=0.5)
+    assert_gone_within_a_second(server, before)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_the_queue_is_aborted_and_those_before_it_are_not(
+    server: RunningServer, stream: bool
+) -> None:
+    before = counts(server)["aborted"]
+    with streaming(server, ENDLESS, 1) as first, streaming(server, ENDLESS, 1):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + CHAT, json={**ENDLESS, "stream": stream}, timeout=0.5).read()
+        wait_until(lambda: counts(server)["waiting"] == 0, 10)
+        assert counts(server)["aborted"] == before + 1
+        assert counts(server)["running"] == 2
+        assert next(line for line in first if line.startswith("data: "))
+    assert_gone_within_a_second(server, before, 3)
+
+
+def test_a_client_that_leaves_during_prefill_is_aborted(server: RunningServer) -> None:
+    before = counts(server)["aborted"]
+    messages = [{"role": "user", "content": "x" * 30_000}]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + CHAT, json={**ENDLESS, "messages": messages, "stream": True}, timeout=0.2)
+    assert_gone_within_a_second(server, before)
+
+
+# C45: what a stream holds, and in which order
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "Hi"})],
+    ids=["chat", "completions"],
+)
+@pytest.mark.parametrize(
+    ("options", "wants_usage"),
+    [({}, False), ({"include_usage": False}, False), (None, False), ({"include_usage": True}, True)],
+    ids=["absent", "false", "null", "true"],
+)
+def test_usage_comes_only_when_asked_for_once_and_last(
+    server: RunningServer, path: str, body: dict[str, Any], options: Any, wants_usage: bool
+) -> None:
+    body = {**body, "stream": True, "max_tokens": 4, "n": 2, "seed": 1, "ignore_eos": True}
+    if options != {}:
+        body["stream_options"] = options
+    answer = post(server, body, path)
+    *events, done = events_of(answer.text)
+    assert done == "[DONE]"
+    assert answer.text.count("[DONE]") == 1
+    chunks = [json.loads(event) for event in events]
+    if wants_usage:
+        last = chunks.pop()
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 8
+        assert all(chunk["usage"] is None for chunk in chunks)
+    else:
+        assert not any("usage" in chunk for chunk in chunks)
+    # Clients read choices[0] of whatever comes.
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks)
+    for index in (0, 1):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
+        if path == CHAT:
+            assert ["role" in choice["delta"] for choice in own] == [True] + [False] * (len(own) - 1)
+
+
+# C48: limits
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("value", [0, -1, -2, 1.5, "8", True, [8], 10**30])
+def test_a_limit_that_is_none_is_400_with_its_name(server: RunningServer, field: str, value: Any) -> None:
+    for stream in (False, True):
+        answer = post(server, {"messages": HI, "temperature": 0, "stream": stream, field: value})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == field
+        assert error["type"] == "invalid_request_error"
+
+
+def test_null_is_the_default_and_huge_is_cut_to_the_room_left(server: RunningServer) -> None:
+    ends_at_once = {"logit_bias": {"257": 100}}
+    for value in (None, 2147483648):
+        answer = post(server, {"messages": HI, "temperature": 0, "max_tokens": value, **ends_at_once})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    assert (
+        post(server, {"prompt": "test", "temperature": 0, "max_tokens": None}, COMPLETIONS).status_code == 200
+    )
+
+
+def test_a_prompt_over_the_context_is_a_status_before_any_stream(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "x" * 33_000}]
+    for path, body in ((CHAT, {"messages": messages}), (RESPONSES, {"input": "x" * 33_000})):
+        answer = post(server, {**body, "stream": True}, path)
+        assert answer.status_code == 400
+        assert answer.headers["content-type"] == "application/json"
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "32768" in error["message"]
+
+
+NESTED = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+BODIES = {
+    "half an object": b"{",
+    "a list": b"[]",
+    "nothing": b"",
+    "null": b"null",
+    "text": b'"Hi"',
+    "no JSON": b"messages=Hi",
+    "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "nested too deeply": NESTED,
+    "a number of 5000 digits": b'{"messages": [{"role": "user", "content": "x"}], "n": ' + b"1" * 5000 + b"}",
+    "infinity": b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}',
+    "1e999": b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+    "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "lone surrogate as a stop": b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\udfff"}',
+    "lone surrogate as a name": b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}',
+    "lone surrogate in a model": b'{"messages": [{"role": "user", "content": "x"}], "model": "\\ud800"}',
+    "five megabytes": b'{"messages": [{"role": "user", "content": "' + b"x" * 5_000_000 + b'"}]}',
+    "lone surrogate in a tool": b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "none",'
+    b' "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "\\ud800"}}}]}',
+    "a NUL in a stop": b'{"messages": [{"role": "user", "content": "x"}], "stop": [1, "\\u0000"]}',
+    "a role of its own": b'{"messages": [{"role": "tool\\nuser", "content": "x"}]}',
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_bodies_that_are_no_request_are_told_so(server: RunningServer, body: bytes) -> None:
+    for path in (CHAT, RESPONSES):
+        if path == RESPONSES:
+            body = body.replace(b'"messages"', b'"input"')[:100_000]
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(server.url + path, content=body, headers=headers, timeout=60)
+        assert answer.status_code in (400, 404), answer.text[:300]
+        error = answer.json()["error"]
+        assert error["message"]
+        assert error["type"] in ("invalid_request_error", "not_found_error")
+        assert "Traceback" not in answer.text
+        assert len(answer.text) < 3000
+    assert httpx.get(server.url + "/health").status_code == 200
+
+
+# C39: logit_bias
+
+
+def test_bias_of_ids_that_are_none_is_400_with_the_key_and_harms_nobody(server: RunningServer) -> None:
+    with streaming(server, {**ENDLESS, "max_tokens": 400}, 1) as lines:
+        for bias, shown in (
+            ({str(VOCAB_SIZE): 5}, f"token id {VOCAB_SIZE}, outside the vocabulary"),
+            ({"-1": 5}, "'-1'"),
+            ({"abc": 5}, "'abc'"),
+            ({"0": 1e9}, "logit_bias.0"),
+            ({str(2**70): 5}, str(2**70)),
+        ):
+            answer = post(server, {"messages": HI, "max_tokens": 2, "logit_bias": bias})
+            assert answer.status_code == 400
+            assert shown in answer.json()["error"]["message"]
+            assert answer.json()["error"]["param"].startswith("logit_bias")
+        last = {str(VOCAB_SIZE - 1): 100, "0": -100}
+        assert post(server, {"messages": HI, "max_tokens": 2, "logit_bias": last}).status_code == 200
+        data = [line.removeprefix("data: ") for line in lines if line]
+    assert data[-1] == "[DONE]"
+    assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
