@@ -20,7 +20,7 @@ from octavo.serve.answer import (
     num_reasoning_tokens,
     read_answer,
 )
-from octavo.serve.api_errors import ApiError
+from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
 from octavo.serve.chat_prompt import PreparedChat, prepare_chat
 from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.models import check_model
@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
-_SCHEMA: Final[dict[int | str, dict[str, Any]]] = {
+_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    **ERROR_RESPONSES,
     200: {
         "description": "The answer, or with `stream` its pieces as server-sent events.",
         "content": {"application/json": {}, "text/event-stream": {}},
-    }
+    },
 }
 
 
-@router.post("/v1/chat/completions", tags=["chat"], responses=_SCHEMA)
+@router.post("/v1/chat/completions", tags=["chat"], responses=_RESPONSES)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     engine: AsyncEngine = request.app.state.engine

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
-DEFAULT_MAX_TOKENS: Final = 16
-"""OpenAI's own, for this route."""
-
 _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     **ERROR_RESPONSES,
     200: {
@@ -56,13 +53,7 @@ async def _respond(
     logprobs = body.logprobs
     if body.echo and logprobs is not None and body.stream:
         raise ApiError(400, "echo with logprobs cannot be streamed; leave out one of the three", param="echo")
-    params = to_sampling_params(
-        body,
-        engine.model,
-        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
-        logprobs=logprobs,
-        prompt_logprobs=logprobs if body.echo else None,
-    )
+    params = to_sampling_params(body, engine.model, prompt_logprobs=logprobs if body.echo else None)
     writer = _Writer(body, model, engine, params.n)
     async with contextlib.AsyncExitStack() as unless_streamed:
         generations: list[Generation] = []

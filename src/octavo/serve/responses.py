@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from octavo.errors import RequestError
 from octavo.outputs import Logprob, RequestOutput
 from octavo.serve.answer import AnswerReader, new_id, num_reasoning_tokens
-from octavo.serve.api_errors import as_api_error
+from octavo.serve.api_errors import ERROR_RESPONSES, as_api_error
 from octavo.serve.chat import check_end, ended_badly
 from octavo.serve.chat_prompt import PreparedChat, prepare_chat
 from octavo.serve.chat_protocol import ChatRequest
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
-_SCHEMA: Final[dict[int | str, dict[str, Any]]] = {
+_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    **ERROR_RESPONSES,
     200: {
         "description": "The response, or with `stream` its events.",
         "content": {"application/json": {}, "text/event-stream": {}},
-    }
+    },
 }
 
 
-@router.post("/v1/responses", tags=["responses"], responses=_SCHEMA)
+@router.post("/v1/responses", tags=["responses"], responses=_RESPONSES)
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answer an input."""
     engine: AsyncEngine = request.app.state.engine
