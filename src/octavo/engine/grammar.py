@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.grammar_check import Speller, Vocabulary
+from octavo.engine.grammar_check import Vocabulary
 from octavo.engine.grammar_trial import LIMITS, GrammarTrial
 from octavo.errors import EngineError, RequestError
 from octavo.sampling_params import JSON_FORM, StructuredOutput
@@ -36,6 +36,7 @@ MAX_KEPT: Final = 64
 
 _STACK_BYTES = 16 * 2**20
 _MAX_MASK_THREADS = 16
+_MAX_FORCED_CHARS = 512
 _MAX_ERROR_CHARS = 300
 _NO_MESSAGE = re.compile(r"\s*$|\s*\d* *\||\s*\^|<")
 
@@ -216,14 +217,46 @@ class _Library:
         return self._new_matcher.grammar_from_json_schema(schema, overrides=JSON_FORM)
 
 
+class _Speller:
+    """Bytes to ids and back, special tokens left out."""
+
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int]) -> None:
+        special = set(special_token_ids)
+        self._tokens = [b"" if i in special else token for i, token in enumerate(tokens)]
+        self._ids = {token: i for i, token in enumerate(self._tokens) if token}
+        self._max_bytes = max(map(len, self._ids), default=1)
+
+    def spell(self, data: bytes) -> list[int]:
+        """The longest token that fits, again and again; ends early at a byte that no token begins with."""
+        token_ids: list[int] = []
+        start = 0
+        while start < len(data):
+            for end in range(min(len(data), start + self._max_bytes), start, -1):
+                if (token_id := self._ids.get(data[start:end])) is not None:
+                    token_ids.append(token_id)
+                    start = end
+                    break
+            else:
+                break
+        return token_ids
+
+    def spelled(self, token_ids: list[int]) -> bytes | None:
+        """What the ids say together; None when one is outside the vocabulary."""
+        try:
+            return b"".join([self._tokens[token_id] for token_id in token_ids])
+        except IndexError:
+            return None
+
+
 class _Encoder:
     """Ids of a text in the middle of another, as the tokenizer splits it. Special tokens are plain text."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], special_token_ids: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._speller = Speller(tokens, special_token_ids)
+        self._speller = _Speller(tokens, special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
+        text = text[:_MAX_FORCED_CHARS]  # asked for is how what must follow begins
         wanted = text.encode()
         spelled = self._speller.spelled
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -238,7 +271,9 @@ class _Encoder:
 
 
 def _refusal(name: str, problem: str) -> RequestError:
-    if "coerce_one_of" in problem:
+    if problem.startswith("panic"):
+        problem = "it is too large; make it simpler"
+    elif "coerce_one_of" in problem:
         problem = "oneOf is supported only where no value can match two of its parts; use anyOf"
     return RequestError(f"structured_output: {name} cannot be used: {_shortened(problem)}")
 

@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import IO, Any
 
@@ -43,41 +44,10 @@ class Vocabulary:
         return self.encode(text)
 
 
-class Speller:
-    """Bytes to ids and back, special tokens left out."""
-
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int]) -> None:
-        special = set(special_token_ids)
-        self._tokens = [b"" if i in special else token for i, token in enumerate(tokens)]
-        self._ids = {token: i for i, token in enumerate(self._tokens) if token}
-        self._max_bytes = max(map(len, self._ids), default=1)
-
-    def spell(self, data: bytes) -> list[int]:
-        """The longest token that fits, again and again; ends early at a byte that no token begins with."""
-        token_ids: list[int] = []
-        start = 0
-        while start < len(data):
-            for end in range(min(len(data), start + self._max_bytes), start, -1):
-                if (token_id := self._ids.get(data[start:end])) is not None:
-                    token_ids.append(token_id)
-                    start = end
-                    break
-            else:
-                break
-        return token_ids
-
-    def spelled(self, token_ids: list[int]) -> bytes | None:
-        """What the ids say together; None when one is outside the vocabulary."""
-        try:
-            return b"".join([self._tokens[token_id] for token_id in token_ids])
-        except IndexError:
-            return None
-
-
 def main(limits: dict[str, Any]) -> None:
     """Answer until stdin ends.
 
-    limits: `matcher` (LLParserLimits by name), `cpu_s`, `memory_bytes`, `stack_bytes`.
+    limits: `matcher` (LLParserLimits by name), `cpu_s`, `step_s`, `memory_bytes`, `stack_bytes`.
     """
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     # Ctrl-C reaches every process of a terminal; when this one ends is the engine's to decide.
@@ -90,16 +60,17 @@ def main(limits: dict[str, Any]) -> None:
         return
     tokens = [base64.b64decode(token) for token in hello["tokens"]]
     special, eos = hello["special_token_ids"], hello["eos_token_ids"]
-    speller = Speller(tokens, special)
-    vocabulary: Any = Vocabulary(tokens, special, eos, lambda text: speller.spell(text.encode()))
+    vocabulary: Any = Vocabulary(tokens, special, eos, lambda text: tokenizer.greedy_tokenize(text[:512]))
     tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=eos)
     matcher_limits = llguidance.LLParserLimits(**limits["matcher"])
     found: list[str | None] = [None]
 
     def try_out(grammar: str) -> None:
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=matcher_limits)
-        matcher.compute_bitmask()  # the first look at the tokens finds out more
-        found[0] = matcher.get_error() or None
+        slowest_s, error = _first_steps(matcher, eos)
+        if error is None and slowest_s > limits["step_s"]:
+            error = f"a single token of it takes {slowest_s * 1e3:.0f} ms to choose; make it simpler"
+        found[0] = error
 
     _limit_memory(limits["memory_bytes"])
     threading.stack_size(limits["stack_bytes"])
@@ -113,6 +84,28 @@ def main(limits: dict[str, Any]) -> None:
         thread.join()
         signal.setitimer(signal.ITIMER_PROF, 0)
         write_message(answers, {"error": found[0]})
+
+
+def _first_steps(matcher: Any, eos_token_ids: list[int]) -> tuple[float, str | None]:
+    """Choose a few tokens; returns the processor time of the slowest, and what went wrong.
+
+    The first mask is not counted: that it has once been worked out goes with copies of the matcher.
+    """
+    slowest = 0.0
+    matcher.compute_bitmask()
+    matcher = matcher.deep_copy()
+    for _ in range(4):
+        began = time.thread_time()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        slowest = max(slowest, time.thread_time() - began)
+        for token_id in eos_token_ids:
+            mask &= ~(1 << token_id)
+        if not mask or matcher.is_error():
+            break
+        began = time.thread_time()
+        matcher.consume_token((mask & -mask).bit_length() - 1)
+        slowest = max(slowest, time.thread_time() - began)
+    return slowest, matcher.get_error() or None
 
 
 def _limit_memory(num_bytes: int) -> None:

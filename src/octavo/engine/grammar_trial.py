@@ -16,6 +16,8 @@ from octavo.engine import grammar_check
 
 CPU_S: Final = 2.0
 """Processor time that a grammar may take to compile and to find its first tokens."""
+STEP_S: Final = 0.05
+"""Processor time that one of its first tokens may take to choose, each time."""
 MEMORY_BYTES: Final = 512 * 2**20
 """How far the process may grow."""
 STACK_BYTES: Final = 2 * 2**20
@@ -53,7 +55,13 @@ class GrammarTrial:
             "special_token_ids": list(special_token_ids),
             "eos_token_ids": list(eos_token_ids),
         }
-        limits = {"cpu_s": cpu_s, "memory_bytes": MEMORY_BYTES, "stack_bytes": STACK_BYTES, "matcher": LIMITS}
+        limits = {
+            "cpu_s": cpu_s,
+            "step_s": STEP_S,
+            "memory_bytes": MEMORY_BYTES,
+            "stack_bytes": STACK_BYTES,
+            "matcher": LIMITS,
+        }
         # -P: beside the script lie modules whose names the standard library has, too.
         self._command = [sys.executable, "-P", grammar_check.__file__, json.dumps(limits)]
         self._cpu_s = cpu_s
