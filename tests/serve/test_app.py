@@ -146,3 +146,4 @@ def test_every_route_of_the_api_is_described():
     paths = ask("GET", "/openapi.json").json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/health"} <= paths.keys()
     assert paths["/v1/completions"]["post"]["responses"].keys() >= {"200", "400", "429", "503"}
+    assert not any("422" in method["responses"] for path in paths.values() for method in path.values())

@@ -230,3 +230,20 @@ def test_messages_are_whole_however_their_bytes_arrive(payloads, step):
     for start in range(0, len(data), step):
         got += frames.feed(data[start : start + step])
     assert got == messages
+
+
+def test_a_lost_gpu_ends_the_process_and_any_other_failed_step_does_not(monkeypatch):
+    import torch
+
+    from octavo.errors import EngineError
+    from octavo.serve.engine_process import _check_device
+
+    def lost():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    _check_device("cpu")
+    with pytest.raises(EngineError, match="the GPU is lost to this process: CUDA error: an illegal memory"):
+        _check_device("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    _check_device("cuda")

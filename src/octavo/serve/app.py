@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -42,7 +42,23 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, metrics: Metrics) -
     api_errors.install(app)
     app.add_exception_handler(ClientGone, _nobody_listens)
     guard.install(app, settings)
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        return _without_422(describe())
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to change it
     return app
+
+
+def _without_422(description: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI promises its own status for bodies at fault; here they are 400."""
+    for methods in description["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        description["components"]["schemas"].pop(name, None)
+    return description
 
 
 async def _nobody_listens(request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ parent when that ends.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Final
 
 from octavo.config import EngineConfig
-from octavo.errors import CapacityError, OctavoError, RequestError
+from octavo.errors import CapacityError, EngineError, OctavoError, RequestError
 from octavo.serve.channel import EngineChannel
 from octavo.serve.messages import (
     Abort,
@@ -64,6 +65,7 @@ def main(sock: socket.socket, build: Build, config: EngineConfig) -> None:
     try:
         try:
             engine, card = build(config, channel.send)
+            freeze_what_is_loaded()
             channel.send(Ready(card))
             EngineLoop(engine, channel).run()
         except OctavoError as error:
@@ -148,6 +150,8 @@ class EngineLoop:
                 began = time.perf_counter()
                 changed = engine.step()
                 self._tell(ended + changed, time.perf_counter() - began)
+                if any(request.output is not None and request.output.error for request in changed):
+                    _check_device(engine.config.device)
             elif ended:
                 self._tell(ended, 0.0)
             self._observe()
@@ -257,6 +261,26 @@ class EngineLoop:
             self._channel.send(Observed(self._observer.payload(), self._is_full_due))
             self._is_full_due = self._is_observation_due = False
             self._next_observed_s = now + OBSERVED_PERIOD_S
+
+
+def freeze_what_is_loaded() -> None:
+    """Modules, weights and tokenizers are here to stay: the garbage collector, which took a tenth of a second
+    over them every now and then, need not look at them again.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _check_device(device: str) -> None:
+    """Raises EngineError when the GPU is lost to this process: after an illegal access every call fails."""
+    if device != "cuda":
+        return
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise EngineError(f"the GPU is lost to this process: {error}") from error
 
 
 def _follow_parent() -> None:

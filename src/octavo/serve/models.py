@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from octavo.errors import RequestError
-from octavo.serve.api_errors import ApiError
+from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
 from octavo.serve.protocol import Body
 from octavo.text.chat import render_chat
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 _OWN_FIELDS: Final = frozenset(inspect.signature(render_chat).parameters) - {"template_kwargs"}
+_READS: Final[dict[int | str, dict[str, Any]]] = {
+    status: ERROR_RESPONSES[status] for status in (401, 404, 503)
+}
 _STARTED_S: Final = int(time.time())
 
 
@@ -45,7 +48,7 @@ def check_model(request: Request, asked: str | None) -> str:
     return asked
 
 
-@router.get("/v1/models", tags=["models"])
+@router.get("/v1/models", tags=["models"], responses=_READS)
 async def list_models(request: Request) -> dict[str, Any]:
     """The names that `model` may have. They all mean the one loaded model."""
     engine: AsyncEngine = request.app.state.engine
@@ -53,7 +56,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_model_object(engine, name) for name in names]}
 
 
-@router.get("/v1/models/{model:path}", tags=["models"])
+@router.get("/v1/models/{model:path}", tags=["models"], responses=_READS)
 async def get_model(request: Request, model: str) -> dict[str, Any]:
     """One of them."""
     return _model_object(request.app.state.engine, check_model(request, model))
@@ -90,7 +93,7 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool | None = Field(None, description="Default: false.")
 
 
-@router.post("/tokenize", tags=["tokenizer"])
+@router.post("/tokenize", tags=["tokenizer"], responses=ERROR_RESPONSES)
 async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text as completions would see it, or of messages as chat would."""
     check_model(request, body.model)
@@ -132,7 +135,7 @@ def _num_characters(messages: list[dict[str, Any]]) -> int:
     return sum(len(str(message.get("content", ""))) for message in messages)
 
 
-@router.post("/detokenize", tags=["tokenizer"])
+@router.post("/detokenize", tags=["tokenizer"], responses=ERROR_RESPONSES)
 async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids."""
     check_model(request, body.model)

@@ -26,6 +26,7 @@ from octavo.errors import ConfigError
 from octavo.serve import access_log
 from octavo.serve.app import create_app
 from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.engine_process import freeze_what_is_loaded
 from octavo.serve.messages import ModelCard
 from octavo.serve.metrics import Metrics
 from octavo.serve.models import model_names
@@ -113,6 +114,7 @@ class _Server:
             loading.cancel()
             return
         loading.result()
+        freeze_what_is_loaded()
         self._say(_ready_line(engine.model, model_names(engine, self._settings)[0], self._url()))
         await stopping
         if engine.num_active:
