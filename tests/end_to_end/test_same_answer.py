@@ -141,6 +141,18 @@ def test_preempted(
     assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 40}, {"max_num_batched_tokens": 16}], ids=str)
+def test_overlapped(
+    engine_with: Callable[..., Engine],
+    prompts: list[list[int]],
+    solo: list[list[int]],
+    options: dict[str, int],
+) -> None:
+    engine = engine_with(overlap=True, **options)
+    assert outputs(run(engine, prompts[:10])) == solo[:10]
+    assert outputs(run(engine, prompts[:10])) == solo[:10]
+
+
 def test_forked(engine_with: Callable[..., Engine], prompts: list[list[int]], solo: list[list[int]]) -> None:
     params = SamplingParams(n=3, max_tokens=24, ignore_eos=True)
     engine = engine_with()
