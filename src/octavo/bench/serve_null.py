@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import subprocess
@@ -112,10 +113,11 @@ class _NullProtocol(asyncio.Protocol):
 
 
 class NullServer:
-    """Answers at a tick each `interval_s`; every open stream gets one token then."""
+    """Gives every open stream a token each `interval_s`, to one of `num_groups` after the other."""
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float, num_groups: int = 1) -> None:
         self.interval_s = interval_s
+        self.num_groups = num_groups
         self.streams: list[_Stream] = []
 
     async def serve(self, port: int) -> None:
@@ -125,17 +127,23 @@ class NullServer:
         print(server.sockets[0].getsockname()[1], flush=True)
         async with server:
             due = loop.time()
-            while True:
-                due = max(due + self.interval_s, loop.time() + _TICK_AHEAD_S)
+            for turn in itertools.cycle(range(self.num_groups)):
+                due = max(due + self.interval_s / self.num_groups, loop.time() + _TICK_AHEAD_S)
                 await asyncio.sleep(due - loop.time())
-                self.streams = [s for s in self.streams if s.protocol.is_open and not s.tick()]
+                ended = {
+                    id(s) for s in self.streams[turn :: self.num_groups] if not s.protocol.is_open or s.tick()
+                }
+                if ended:
+                    self.streams = [s for s in self.streams if id(s) not in ended]
 
 
 @contextlib.contextmanager
-def running(interval_s: float) -> Iterator[str]:
+def running(interval_s: float, num_groups: int = 1) -> Iterator[str]:
     """A null server in a process of its own; its base URL."""
     command = (sys.executable, "-m", "octavo.bench.serve_null", "--interval", str(interval_s))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        (*command, "--groups", str(num_groups)), stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
@@ -147,10 +155,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m octavo.bench.serve_null", description=__doc__)
     parser.add_argument("--port", type=int, default=0, help="0: any that is free; it is printed")
     parser.add_argument("--interval", type=float, default=0.02, help="seconds between tokens")
+    parser.add_argument("--groups", type=int, default=1, help="spread the streams' tokens over the interval")
     options = parser.parse_args()
     raise_file_limit()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(NullServer(options.interval).serve(options.port))
+        asyncio.run(NullServer(options.interval, options.groups).serve(options.port))
 
 
 if __name__ == "__main__":

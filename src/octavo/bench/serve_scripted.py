@@ -63,9 +63,14 @@ class _Request:
 
 
 class ScriptedEngine:
-    """As much of `octavo.engine.core.Engine` as the engine process uses; a step lasts to the next tick."""
+    """As much of `octavo.engine.core.Engine` as the engine process uses; a step lasts to the next tick.
 
-    def __init__(self, interval_s: float) -> None:
+    Every running request gets a token each `interval_s`, one of `num_groups` after the other.
+    """
+
+    def __init__(self, config: EngineConfig, interval_s: float, num_groups: int = 1) -> None:
+        self.config = config
+        self._num_groups = num_groups
         self.requests: dict[str, _Request] = {}
         self.scheduler = SimpleNamespace(cache=None, waiting=(), running=())
         self._interval_s = interval_s
@@ -86,9 +91,9 @@ class ScriptedEngine:
 
     def step(self) -> list[_Request]:
         now = time.perf_counter()
-        self._due_s = max(self._due_s + self._interval_s, now)
+        self._due_s = max(self._due_s + self._interval_s / self._num_groups, now)
         time.sleep(self._due_s - now)
-        running = list(self.requests.values())
+        running = list(self.requests.values())[self._num_steps % self._num_groups :: self._num_groups]
         for request in running:
             request.advance()
             if request.output is not None:
@@ -105,7 +110,9 @@ class ScriptedEngine:
         self.requests.clear()
 
 
-def build(interval_s: float, config: EngineConfig, tell: Callable[[Stage], None]) -> tuple[Engine, ModelCard]:
+def build(
+    interval_s: float, num_groups: int, config: EngineConfig, tell: Callable[[Stage], None]
+) -> tuple[Engine, ModelCard]:
     """What the engine process builds in place of an engine."""
     from octavo.serve.messages import ModelCard
 
@@ -122,10 +129,10 @@ def build(interval_s: float, config: EngineConfig, tell: Callable[[Stage], None]
         dtype="none",
         max_num_seqs=4096,
     )
-    return cast("Engine", ScriptedEngine(interval_s)), card
+    return cast("Engine", ScriptedEngine(config, interval_s, num_groups)), card
 
 
-async def serve(model: str, interval_s: float) -> None:
+async def serve(model: str, interval_s: float, num_groups: int = 1) -> None:
     """Serves at a free port of 127.0.0.1 and prints it when ready; runs until it is cancelled."""
     import uvicorn
 
@@ -142,7 +149,7 @@ async def serve(model: str, interval_s: float) -> None:
     settings = ServeSettings(port=0)
     metrics = Metrics()
     engine = AsyncEngine(settings, metrics)
-    make = functools.partial(build, interval_s)
+    make = functools.partial(build, interval_s, num_groups)
     process = EngineProcess(make, EngineConfig.from_options(model), engine.receive, engine.lost)
     engine.start(process, lambda: load_tokenizer(resolve_model(model, files="config")))
     listener = listen(settings)
@@ -157,10 +164,17 @@ async def serve(model: str, interval_s: float) -> None:
 
 
 @contextlib.contextmanager
-def running(interval_s: float, model: str = "smollm2-135m") -> Iterator[str]:
+def running(interval_s: float, num_groups: int = 1, model: str = "smollm2-135m") -> Iterator[str]:
     """Such a server in processes of its own; its base URL."""
-    command = (sys.executable, "-m", "octavo.bench.serve_scripted", "--interval", str(interval_s))
-    with subprocess.Popen((*command, "--model", model), stdout=subprocess.PIPE, text=True) as process:
+    command: tuple[str, ...] = (
+        sys.executable,
+        "-m",
+        "octavo.bench.serve_scripted",
+        "--interval",
+        str(interval_s),
+    )
+    command += ("--groups", str(num_groups), "--model", model)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
@@ -172,8 +186,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m octavo.bench.serve_scripted", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="its tokenizer and chat template are used")
     parser.add_argument("--interval", type=float, default=0.05, help="seconds between tokens")
+    parser.add_argument("--groups", type=int, default=1, help="spread the streams' tokens over the interval")
     options = parser.parse_args()
-    asyncio.run(serve(options.model, options.interval))
+    asyncio.run(serve(options.model, options.interval, options.groups))
 
 
 if __name__ == "__main__":
