@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.chat import CHATML, PARTS, QWEN3_STYLE, WEATHER, assistant, tokenizer_with, user
 from helpers.live import BIG_CARD
-from helpers.serve import Answer, run, scripted_engine
+from helpers.serve import Answer, run, scripted_client, scripted_engine
 from helpers.tokenizers_by_hand import byte_level
 
 from octavo.errors import RequestError
@@ -254,3 +254,19 @@ def test_tags_that_are_special_tokens_are_kept_in_the_text(is_special: bool, ski
 def test_a_model_without_a_template_says_so() -> None:
     with pytest.raises(RequestError, match=re.escape("messages: the model has no chat template")):
         render_prompt(request(), tokenizer_with(), ServeSettings(), has_tools=False)
+
+
+def test_tokenize_gives_the_prompt_that_a_chat_would_have() -> None:
+    async def both() -> tuple[list[int], list[int]]:
+        async with scripted_client(Answer(["x"]), card=BIG_CARD, tokenizer=PLAIN) as (client, link):
+            body = {
+                "messages": [{"role": "developer", "content": "Be brief."}, *TOOL_TALK],
+                "tools": [WEATHER],
+            }
+            tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+            await client.post("/v1/chat/completions", json=body)
+            return tokens, list(link.submitted[0].prompt_token_ids)
+
+    tokens, submitted = run(both())
+    assert tokens == submitted
+    assert "# Tools" in PLAIN.decode(tokens)

@@ -67,7 +67,7 @@ async def prepare_chat(
     tokenizer = engine.tokenizer
     calls = call_rules(body, settings)
     prompt, token_ids = await engine.off_loop(
-        _num_characters(body), lambda: _encode(body, tokenizer, settings, has_tools=calls is not None)
+        num_characters(body), lambda: _encode(body, tokenizer, settings, has_tools=calls is not None)
     )
     reasons: bool | None = None
     if _reasons(tokenizer, settings):
@@ -123,7 +123,10 @@ def call_rules(body: ChatRequest, settings: ServeSettings) -> CallRules | None:
 def render_prompt(
     body: ChatRequest, tokenizer: Tokenizer, settings: ServeSettings, *, has_tools: bool
 ) -> str:
-    """The prompt of a chat request, as its model's template writes it; see `prepare_chat` for errors."""
+    """The prompt of a chat request, as its model's template writes it; see `prepare_chat` for errors.
+
+    has_tools: show the request's tools to the model.
+    """
     messages = template_messages(body.messages)
     functions: list[Tool] = body.tools or [] if has_tools else []
     shown = template_tools(functions)
@@ -191,7 +194,7 @@ def _template_options(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]
     return options
 
 
-def _num_characters(body: ChatRequest) -> int:
+def num_characters(body: ChatRequest) -> int:
     """About how long the prompt will be."""
     num = 0
     for message in body.messages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,8 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from octavo.errors import RequestError
 from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
+from octavo.serve.chat_prompt import num_characters, render_prompt
+from octavo.serve.chat_protocol import ChatRequest, Message, Tool
 from octavo.serve.protocol import Body
-from octavo.text.chat import render_chat
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
-_OWN_FIELDS: Final = frozenset(inspect.signature(render_chat).parameters) - {"template_kwargs"}
 _READS: Final[dict[int | str, dict[str, Any]]] = {
     status: ERROR_RESPONSES[status] for status in (401, 404, 503)
 }
@@ -77,12 +76,12 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages."
     )
     add_generation_prompt: bool | None = Field(None, description="Default: true.")
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -107,19 +106,22 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
                 raise ApiError(400, f"{name} belongs to messages, and a prompt was given", param=name)
         adds = body.add_special_tokens is not False
         tokens = await engine.encode(body.prompt, add_special_tokens=adds)
+    elif not body.messages:
+        raise ApiError(400, "messages: the list is empty; expected at least one", param="messages")
     else:
-        messages, kwargs = body.messages or [], body.chat_template_kwargs or {}
-        for name in kwargs.keys() & _OWN_FIELDS:
-            raise ApiError(400, f"chat_template_kwargs may not hold {name!r}", param="chat_template_kwargs")
-        generation_prompt = body.add_generation_prompt is not False
+        settings: ServeSettings = request.app.state.settings
+        chat = ChatRequest(
+            messages=body.messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
 
         def render() -> list[int]:
-            text = render_chat(
-                tokenizer, messages, tools=body.tools, add_generation_prompt=generation_prompt, **kwargs
-            )
-            return tokenizer.encode(text, add_special_tokens=body.add_special_tokens is True)
+            prompt = render_prompt(chat, tokenizer, settings, has_tools=bool(body.tools))
+            return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is True)
 
-        tokens = await engine.off_loop(_num_characters(messages), render)
+        tokens = await engine.off_loop(num_characters(chat), render)
     answer: dict[str, Any] = {
         "tokens": tokens,
         "count": len(tokens),
@@ -128,11 +130,6 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     if body.return_token_strs:
         answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
     return answer
-
-
-def _num_characters(messages: list[dict[str, Any]]) -> int:
-    """About how long the text of these messages is."""
-    return sum(len(str(message.get("content", ""))) for message in messages)
 
 
 @router.post("/detokenize", tags=["tokenizer"], responses=ERROR_RESPONSES)
