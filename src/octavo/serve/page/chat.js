@@ -2,7 +2,9 @@
 
 import { events, ServerError } from "./api.js";
 import { colourOf } from "./blockmap.js";
+import { action, copy, element, lastLine, relabel, renew } from "./elements.js";
 import { render } from "./markdown.js";
+import { facts, Timing } from "./timing.js";
 
 const STORE = "octavo.chat";
 const RENDER_MS = 50; // an answer that grows is laid out anew at most this often,
@@ -291,129 +293,12 @@ export class Chat {
   }
 }
 
-/** When tokens came, as the reader saw them, and what the server says it used. */
-class Timing {
-  #began = performance.now();
-  #first = null;
-  #last = null;
-  #numPieces = 0;
-  #usage = null;
-
-  token() {
-    this.#last = performance.now();
-    this.#first ??= this.#last;
-    this.#numPieces += 1;
-  }
-
-  use(usage) {
-    this.#usage = usage;
-  }
-
-  /** The figures so far, plain and storable. */
-  end() {
-    const num = this.#usage?.completion_tokens ?? this.#numPieces;
-    const seconds = (this.#last - this.#first) / 1000;
-    return {
-      ttftMs: this.#first === null ? null : this.#first - this.#began,
-      numTokens: num,
-      rate: seconds > 0 && num > 1 ? (num - 1) / seconds : null,
-      numPrompt: this.#usage?.prompt_tokens ?? null,
-      numCached: this.#usage?.prompt_tokens_details?.cached_tokens ?? null,
-    };
-  }
-}
-
-/** Make `box` hold what `fragment` holds, but leave what is the same untouched: somebody may be selecting it. */
-function renew(box, fragment) {
-  const nodes = [...fragment.childNodes];
-  nodes.forEach((node, i) => {
-    const old = box.childNodes[i];
-    if (!old) box.append(node);
-    else if (old.className === "text" && node.className === "text") renew(old, node);
-    else if (!old.isEqualNode(node)) old.replaceWith(node);
-  });
-  while (box.childNodes.length > nodes.length) box.lastChild.remove();
-}
-
-/** Make `footer` hold `parts`; where only texts differ, its buttons stay, and with them the focus. */
-function relabel(footer, parts) {
-  const kind = (part) => `${part.tagName} ${part.className} ${part.dataset.action}`;
-  const old = [...footer.children];
-  if (old.length !== parts.length || old.some((part, i) => kind(part) !== kind(parts[i]))) {
-    footer.replaceChildren(...parts);
-    return;
-  }
-  old.forEach((part, i) => {
-    if (part.textContent !== parts[i].textContent) part.lastChild.textContent = parts[i].textContent;
-    part.title = parts[i].title;
-  });
-}
-
-/** The innermost last element that is a line of text: where the next word will stand. */
-function lastLine(box) {
-  let last = box;
-  while (/^(UL|OL|LI|P|BLOCKQUOTE|DIV|PRE|CODE|H[1-6])$/.test(last.lastElementChild?.tagName)) {
-    if (last.lastElementChild.nextSibling?.textContent.trim()) break; // text follows that element
-    last = last.lastElementChild;
-  }
-  return last;
-}
-
-function facts(message, isRunning) {
-  const stats = message.stats instanceof Timing ? message.stats.end() : message.stats;
-  if (!stats) return [];
-  const parts = [];
-  const add = (text, title) => {
-    const part = element("span", "fact", text);
-    part.title = title;
-    parts.push(part);
-  };
-  if (stats.ttftMs !== null) {
-    const seconds = stats.ttftMs / 1000;
-    add(seconds < 1 ? `${Math.round(stats.ttftMs)} ms` : `${seconds.toFixed(1)} s`, "Time to the first token");
-  } else if (isRunning) add("waiting for the first token", "Queued, or its prompt is being computed");
-  if (stats.rate) add(`${stats.rate.toFixed(stats.rate < 10 ? 1 : 0)} tok/s`, "Tokens a second after the first");
-  if (stats.numTokens) add(`${stats.numTokens.toLocaleString()} tokens`, "Tokens of the answer");
-  if (stats.numCached !== null) {
-    add(`${stats.numCached} of ${stats.numPrompt} cached`, "Prompt tokens that the prefix cache supplied");
-  }
-  const ends = { length: "ended at the limit", stopped: "stopped" };
-  if (ends[message.finish]) add(ends[message.finish], "Why it ended");
-  return parts;
-}
-
 function describe(error) {
   if (error instanceof ServerError) {
     const wait = error.retryAfterS ? ` Try again in ${error.retryAfterS} s.` : "";
     return `${error.message}${wait}`;
   }
   return "The connection to the server was lost.";
-}
-
-function element(tag, className = "", text = null) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== null) made.textContent = text;
-  return made;
-}
-
-function action(name, text, title) {
-  const button = element("button", "quiet", text);
-  button.type = "button";
-  button.dataset.action = name;
-  button.title = title;
-  return button;
-}
-
-async function copy(button, text) {
-  const before = button.textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-    button.textContent = "Copied";
-  } catch {
-    button.textContent = "Not allowed";
-  }
-  setTimeout(() => (button.textContent = before), 1500);
 }
 
 function load() {
