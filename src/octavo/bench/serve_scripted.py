@@ -139,6 +139,7 @@ async def serve(model: str, interval_s: float, num_groups: int = 1) -> None:
     from octavo.models.source import resolve_model
     from octavo.serve.app import create_app
     from octavo.serve.async_engine import AsyncEngine
+    from octavo.serve.engine_process import freeze_what_is_loaded
     from octavo.serve.metrics import Metrics
     from octavo.serve.process import EngineProcess
     from octavo.serve.run import _uvicorn_config as uvicorn_config
@@ -157,6 +158,7 @@ async def serve(model: str, interval_s: float, num_groups: int = 1) -> None:
     serving = asyncio.create_task(http.serve([listener]))
     try:
         await engine.until_ready()
+        freeze_what_is_loaded()
         print(listener.getsockname()[1], flush=True)
         await serving
     finally:
