@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 
 from octavo import __version__
 from octavo.errors import EngineError
-from octavo.serve.api_errors import ApiError
+from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
 from octavo.serve.models import model_names
 from octavo.serve.sse import EventStream, event_stream
 
@@ -37,7 +37,7 @@ SNAPSHOT_S: Final = 10.0
 _WATCHABLE = ("ready", "draining", "stuck")
 
 
-@router.get("/v1/engine/state")
+@router.get("/v1/engine/state", responses={status: ERROR_RESPONSES[status] for status in (401, 503)})
 async def engine_state(request: Request) -> dict[str, Any]:
     """The state of the server, every row, and who holds which block.
 
@@ -60,7 +60,8 @@ async def engine_state(request: Request) -> dict[str, Any]:
     raise EngineError("the engine ended")
 
 
-@router.get("/v1/engine/events", response_class=EventStream)
+# Not in the OpenAPI document, which has no words for a stream without end; docs/page.md has.
+@router.get("/v1/engine/events", include_in_schema=False)
 async def engine_events(request: Request) -> EventStream:
     """Server-sent events for the page: changes as they happen, at most ten a second. Ends with the engine."""
     engine, settings = request.app.state.engine, request.app.state.settings
