@@ -36,6 +36,7 @@ def test_graphs_run_on_a_gpu_unless_told_not_to() -> None:
     ("options", "message"),
     [
         ({"cuda_graphs": "yes"}, "cuda_graphs must be True or False, got 'yes'"),
+        ({"deterministic": 1}, "deterministic must be True or False, got 1"),
         ({"overlap": 1}, "overlap must be True, False or None, got 1"),
         ({"run_ahead": 0}, r"run_ahead must be from 1 to 2\*\*40, got 0"),
         ({"run_ahead": True}, "run_ahead must be an int of at least 1, got True"),
@@ -50,6 +51,11 @@ def test_bad_options_of_overlap_are_named(options: dict[str, Any], message: str)
     ("options", "device", "message"),
     [
         ({"kv_cache_dtype": "fp8"}, "cpu", "kv_cache_dtype='fp8' needs a GPU{}; on a CPU use 'float16'"),
+        (
+            {"deterministic": True, "dtype": "bfloat16"},
+            "cpu",
+            "deterministic=True cannot be kept with dtype='bfloat16' on a CPU{}, where .*; leave dtype at",
+        ),
         ({"kv_cache_dtype": "int8"}, "cpu", "kv_cache_dtype='int8' needs a GPU{}; on a CPU use 'float16'"),
         (
             {"quantization": "int8"},

@@ -52,6 +52,10 @@ class EngineConfig:
         all that runs is decoding. A new request waits for these steps, a finished one wastes its share.
     cuda_graphs: replay decode steps from CUDA graphs. Off unless asked for, because it is new; needs a GPU.
     enforce_eager: no CUDA graphs, whatever `cuda_graphs` says.
+    deterministic: the bits of a request's logits depend on its own tokens alone, not on what else is in the
+        batch, how its prompt is cut or what the cache holds. On a GPU by kernels that add in one order, which
+        cost speed (docs/performance.md); on a CPU it holds without, but for `dtype` bfloat16 and float16,
+        which are refused with it.
     tensor_parallel_size: 1 is the only value so far.
     trace: file that receives one JSON line per step.
     """
@@ -77,6 +81,7 @@ class EngineConfig:
     run_ahead: int = DEFAULT_RUN_AHEAD
     cuda_graphs: bool = False
     enforce_eager: bool = False
+    deterministic: bool = False
     tensor_parallel_size: int = 1
     trace: str | os.PathLike[str] | None = None
 
@@ -112,7 +117,7 @@ class EngineConfig:
         for name in ("max_model_len", "num_blocks", "num_threads"):
             if getattr(self, name) is not None:
                 self._positive_int(name)
-        for name in ("enable_prefix_caching", "cuda_graphs", "enforce_eager"):
+        for name in ("enable_prefix_caching", "cuda_graphs", "enforce_eager", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.overlap is not None and not isinstance(self.overlap, bool):
@@ -160,6 +165,12 @@ class EngineConfig:
             )
         if device == "cpu" and self.uses_graphs:
             raise ConfigError(f"cuda_graphs=True needs a GPU{here}; leave it out")
+        if device == "cpu" and self.deterministic and self.dtype in ("bfloat16", "float16"):
+            raise ConfigError(
+                f"deterministic=True cannot be kept with dtype={self.dtype!r} on a CPU{here}, where torch's "
+                "products in it depend on the batch; leave dtype at 'auto' (float32); quantization='float16' "
+                "halves the weights"
+            )
         if device != "cpu" and self.quantization is not None:
             raise ConfigError(
                 f"quantization={self.quantization!r} is a form of weights for the CPU{here}; leave it out "

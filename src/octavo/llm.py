@@ -77,6 +77,7 @@ class LLM:
             device=device,
             load_format=config.load_format,
             quantization=config.quantization,
+            deterministic=config.deterministic,
             seed=config.seed,
             max_model_len=config.max_model_len,
             progress=progress,

@@ -328,3 +328,34 @@ def test_weights_that_do_not_fit_are_refused_with_numbers(folder: str) -> None:
             load_model(folder, device="cuda", dtype="float32")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# Deterministic mode
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_deterministic_engine_has_the_same_bits_however_a_request_runs(
+    folder: str, kv_cache_dtype: str
+) -> None:
+    model = load_model(folder, device="cuda", dtype="bfloat16", deterministic=True)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=3)
+
+    def answers(prompts: Sequence[Sequence[int]], **options: Any) -> list[Any]:
+        engine = engine_for(model, kv_cache_dtype=kv_cache_dtype, **options)
+        requests = [engine.add_request(prompt, params) for prompt in prompts]
+        finish(engine, requests)
+        engine.close()
+        # Log probabilities are float64 of the logits: equal ones come of equal bits.
+        return [(r.output.token_ids, r.output.logprobs) for r in requests if r.output is not None]
+
+    together = answers(prompts())
+    assert [answers([prompt])[0] for prompt in prompts()] == together
+    assert answers(list(reversed(prompts()))) == list(reversed(together))
+    for options in (
+        {"max_num_batched_tokens": 37},
+        {"enable_prefix_caching": False},
+        {"num_blocks": 24},  # preempts
+        {"block_size": 32},
+        {"overlap": False},
+    ):
+        assert answers(prompts(), **options) == together, options

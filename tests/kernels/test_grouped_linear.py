@@ -108,6 +108,23 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(form: Form) -> None:
     torch.testing.assert_close(together, exact, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.rooms("triton")
+def test_the_invariant_form_has_one_tile_for_any_number_of_rows(implementation: str) -> None:
+    packed = pack_experts(draw(3, 40, 72, seed=1), 3, "invariant")
+    x = draw(300, 72)
+    group = torch.arange(300) // 100
+    together = grouped_linear(x, packed, prefix([100, 100, 100]))
+    exact = torch.stack([x[i] @ packed[int(group[i])].dense().T for i in range(300)])
+    torch.testing.assert_close(together, exact, rtol=1e-4, atol=1e-4)
+    for group_id in range(3):  # at the places that they have in their tiles above
+        counts = [0, 0, 0]
+        counts[group_id] = 5
+        first = 100 * group_id
+        assert torch.equal(
+            grouped_linear(x[first : first + 5], packed, prefix(counts)), together[first : first + 5]
+        )
+
+
 def test_a_weight_is_a_view_and_packs_like_one_alone() -> None:
     weights = draw(3, 20, 70)
     packed = pack_experts(weights, 3, "int8")

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from octavo.cache.storage import LayerCache
-from octavo.kernels.linear import pack_weight
+from octavo.kernels.linear import Form, pack_weight
 from octavo.layers.attention import Attention
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.layers.linear import Linear
@@ -137,3 +137,27 @@ def test_norm_with_the_residual_added_first() -> None:
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(normed, functional.rms_norm(x + residual, (HIDDEN,), norm.weight, 1e-5))
     torch.testing.assert_close(norm(x), functional.rms_norm(x, (HIDDEN,), norm.weight, 1e-5))
+
+
+@pytest.mark.parametrize("form", ["dense", "invariant"])
+def test_invariant_weights_ask_for_invariant_attention(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def attend(q: torch.Tensor, *_: Any, batch_invariant: bool, **__: Any) -> torch.Tensor:
+        asked.append(batch_invariant)
+        return q
+
+    monkeypatch.setattr("octavo.layers.attention.flash_attn_varlen_func", attend)
+    layer = Attention(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        qkv=Linear(pack_weight(torch.zeros((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), form)),
+        output=Linear(pack_weight(torch.zeros(HIDDEN, HEADS * DIM), form)),
+        rope_table=None,
+    )
+    int32 = torch.tensor([0, 1], dtype=torch.int32)
+    meta = AttentionMetadata(torch.tensor([-1]), int32, int32, torch.zeros(1, 1, dtype=torch.int32), 1, 1)
+    cache = torch.zeros(1, 4, KV_HEADS, DIM)
+    layer(torch.zeros(1, HIDDEN), torch.zeros(1, dtype=torch.int64), LayerCache(cache, cache.clone()), meta)
+    assert asked == [form == "invariant"]

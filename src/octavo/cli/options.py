@@ -55,6 +55,9 @@ class EngineOptions:
     run_ahead: Annotated[int | None, _engine("Most steps launched ahead while nothing else waits.")] = None
     cuda_graphs: Annotated[bool, _engine("Decode from CUDA graphs (new).", "--cuda-graphs")] = False
     eager: Annotated[bool, _engine("No CUDA graphs.", "--eager")] = False
+    deterministic: Annotated[
+        bool, _engine("The same bits whatever else is in the batch; slower on a GPU.", "--deterministic")
+    ] = False
     num_threads: Annotated[int | None, _engine("CPU threads; default: all cores.")] = None
     trace: Annotated[str | None, _engine("Write one JSON line per engine step to this file.")] = None
 
@@ -66,6 +69,7 @@ class EngineOptions:
             ("no_overlap", "overlap", False),
             ("cuda_graphs", "cuda_graphs", True),
             ("eager", "enforce_eager", True),
+            ("deterministic", "deterministic", True),
         ):
             if said.pop(option):
                 said[name] = value

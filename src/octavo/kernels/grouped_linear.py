@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.kernels import backend, checks
 from octavo.kernels.argument_types import names_wrong_types
-from octavo.kernels.linear import Form, PackedWeight, pack_weight
+from octavo.kernels.linear import UNPACKED, Form, PackedWeight, pack_weight
 
 _INDEX_DTYPES = (torch.int64,)
 
@@ -26,7 +26,7 @@ class PackedExperts:
     Attributes:
         shape: (E, N, K), as the weights were.
         form: the form they are in.
-        data: (E, N, K) contiguous for ``dense``, otherwise (E, panels, K, panel).
+        data: (E, N, K) contiguous for ``dense`` and ``invariant``, otherwise (E, panels, K, panel).
         scales: for ``int8`` float32 (E, panels, ceil(K / GROUP), panel), otherwise None.
         note: why the form is not the one asked for, or empty.
     """
@@ -105,7 +105,8 @@ def grouped_linear(
     Nothing of it waits for a GPU, whatever the offsets say: it can be captured in a CUDA graph.
 
     Args:
-        x: (T, K), contiguous, of the dtype of a ``dense`` weight, float32 for the packed forms. Not changed.
+        x: (T, K), contiguous, of the dtype of a ``dense`` or ``invariant`` weight, float32 for the packed
+            forms. Not changed.
         w: packed weights (E, N, K).
         offsets: (E + 1,) int32, not decreasing, the first 0 and the last M.
         sources: (M,) int64, each from 0 to T - 1, in any number; None = 0, 1, ... M - 1 with M = T.
@@ -113,8 +114,8 @@ def grouped_linear(
         scale: (M,) float32 that the products are multiplied with before they are rounded; None = 1.
 
     Returns:
-        (M, N), a new contiguous tensor of the dtype of x. In the packed forms a row has the same bits
-        whatever the others are.
+        (M, N), a new contiguous tensor of the dtype of x. In all forms but ``dense`` a row has the same
+        bits whatever the others are.
 
     Raises:
         KernelArgumentError: a type, shape, dtype, device or stride is wrong, or (on the CPU) an offset or an
@@ -127,7 +128,7 @@ def grouped_linear(
     if x.shape[1] != depth or not x.is_contiguous():
         got = f"shape {tuple(x.shape)}, strides {x.stride()}"
         raise checks.wrong(name, "x", f"contiguous of shape (T, {depth}) like the weights", got)
-    dtype = w.data.dtype if w.form == "dense" else torch.float32
+    dtype = w.data.dtype if w.form in UNPACKED else torch.float32
     if x.dtype != dtype:
         raise checks.wrong(name, "x.dtype", f"{dtype} for weights in form {w.form!r}", x.dtype)
     if w.data.device != device:

@@ -46,7 +46,7 @@ _ROWS_AT_ONCE = 4096  # quantised together, a multiple of nothing in particular:
 _PARALLEL_WORK = 1 << 16  # multiplications below which waking other threads costs more than it brings
 _TASKS = 32  # about as many per call: enough to even out a thread that was held up
 _IDS_PER_TASK = 8
-_UNPACKED = ("dense", "invariant")
+UNPACKED = ("dense", "invariant")
 _ITEMS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
 
@@ -75,7 +75,7 @@ class PackedWeight:
 
     def dense(self) -> Tensor:
         """The (N, K) float32 values it stands for, a new tensor unless they are held as just that."""
-        if self.form in _UNPACKED:
+        if self.form in UNPACKED:
             return self.data.float()
         values = self.data.float()
         if self.scales is not None:
@@ -109,7 +109,7 @@ def pack_weight(weight: Tensor, form: Form) -> PackedWeight:
     rows, columns = weight.shape
     shape = (rows, columns)
     weight = weight.detach()
-    if form in _UNPACKED:
+    if form in UNPACKED:
         return PackedWeight(shape, form, weight if form == "dense" else weight.contiguous())
     reason = _unpackable(weight)
     if reason is not None:
@@ -196,7 +196,7 @@ def embedding(ids: Tensor, w: PackedWeight) -> Tensor:
         if lowest < 0 or highest >= w.shape[0]:
             got = lowest if lowest < 0 else highest
             raise checks.wrong("embedding", "every id", f"from 0 to {w.shape[0] - 1}", got)
-    if w.form in _UNPACKED:
+    if w.form in UNPACKED:
         return functional.embedding(ids, w.data)
     return _embedding_packed(ids, w)
 

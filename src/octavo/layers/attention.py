@@ -19,7 +19,7 @@ class Attention:
     `qkv` is the fused projection (rows: all q heads, all k heads, all v heads); `rope_table` is
     (positions, rotary_dim) float32, shared by all layers; None where nothing is turned. `q_norm` and `k_norm`
     act on each head before rope (Qwen3). `sliding_window` is the number of keys a token sees,
-    itself included; None = all.
+    itself included; None = all. Weights in the ``invariant`` form ask for the same of the attention.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Attention:
         self.scale = head_dim**-0.5
         # Our window counts the token itself, FlashAttention's left window the keys before it.
         self.window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.batch_invariant = qkv.weight.form == "invariant"
         self.qkv = qkv
         self.output = output
         self.rope_table = rope_table
@@ -94,5 +95,6 @@ class Attention:
             block_table=meta.block_table,
             k_scale=k_scale,
             v_scale=v_scale,
+            batch_invariant=self.batch_invariant,
         )
         return self.output(attended.view(num_tokens, self.width))

@@ -78,6 +78,7 @@ def load_model(
     device: str | torch.device = "cpu",
     load_format: str = "auto",
     quantization: str | None = None,
+    deterministic: bool = False,
     seed: int = 0,
     max_model_len: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -91,6 +92,7 @@ def load_model(
         load_format: "auto" follows what is there; "dummy" makes random weights from `seed`, config only.
         quantization: "float16" or "int8" weight matrices under float32 activations, on the CPU only; None
             keeps them as exact as `dtype`.
+        deterministic: the logits of a token have the same bits whatever is computed beside it.
         seed: of the "dummy" weights.
         max_model_len: the longest sequence to be run; the rope table gets no longer. None: all the positions
             the model allows.
@@ -139,7 +141,7 @@ def load_model(
         parameters = Parameters(
             checkpoint,
             dtype=activations,
-            form=_form(quantization, activations, target),
+            form=_form(quantization, activations, target, deterministic),
             device=target,
             ties_head_by_config=config.tie_word_embeddings,
             progress=progress,
@@ -208,11 +210,16 @@ def _activation_dtype(
     return result
 
 
-def _form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> Form:
+def _form(quantization: str | None, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Form:
     if quantization is not None:
         return "int8" if quantization == "int8" else "float16"
-    is_cpu_float32 = device.type == "cpu" and dtype_name(dtype) == "float32"
-    return "float32" if is_cpu_float32 else "dense"
+    if device.type == "cpu" and dtype_name(dtype) == "float32":
+        return "float32"
+    if deterministic and device.type == "cpu":
+        raise ConfigError(
+            f"deterministic: products of {dtype_name(dtype)} depend on the batch on a CPU; use dtype float32"
+        )
+    return "invariant" if deterministic else "dense"
 
 
 def _open_checkpoint(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.kernels.cpu import host, threads
 from octavo.kernels.grouped_linear import PackedExperts
-from octavo.kernels.linear import GROUP, linear, zeros
+from octavo.kernels.linear import GROUP, UNPACKED, linear, zeros
 
 _PARALLEL_WORK = 1 << 16  # multiplications below which waking the other threads costs more than it brings
 _TASKS = 64  # about as many per call: groups differ in their rows
@@ -39,7 +39,7 @@ def _multiply(rows: Tensor, w: PackedExperts, offsets: Tensor, out: Tensor) -> N
     bounds = offsets.to(torch.int64)
     busy = (bounds[1:] > bounds[:-1]).nonzero().flatten()
     _, columns, depth = w.shape
-    if w.form == "dense":
+    if w.form in UNPACKED:
         for expert in busy.tolist():
             mine = slice(int(bounds[expert]), int(bounds[expert + 1]))
             out[mine] = linear(rows[mine], w[expert])

@@ -100,6 +100,8 @@ def grouped_linear(
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0 or depth == 0:
         return out.zero_()
+    if w.form == "invariant":  # one tile for any number of rows: what a row is added up like never changes
+        parameters = launch_class(64 * num_groups, w.shape, x.dtype)[1]
     parameters = parameters or tuning.parameters(
         "grouped_linear", x.device, *launch_class(num_rows, w.shape, x.dtype)
     )
