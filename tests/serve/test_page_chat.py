@@ -64,6 +64,23 @@ def test_an_answer_grows_is_laid_out_and_timed(browser: Browser) -> None:
         assert page.evaluate("document.activeElement.id") == "prompt"
 
 
+def test_thoughts_stand_apart_and_are_not_sent_back(browser: Browser) -> None:
+    settings = ServeSettings(reasoning_parser="think")
+    answer = Answer(["<think>\nhm, **so**", "</think>\n\n", "It is *six*."])
+    with page_server(answer, settings) as server, page_of(browser, server.url) as page:
+        ask(page, "How many?")
+        until_answered(page)
+        assert last_answer(page) == "It is six."
+        assert page.is_hidden(".reasoning div")
+        page.click(".reasoning summary")
+        assert page.inner_text(".reasoning div").strip() == "hm, **so**"
+        with page.expect_request("**/v1/chat/completions") as sent:
+            ask(page, "Sure?")
+        messages = json.loads(sent.value.post_data or "")["messages"]
+        assert messages[1] == {"role": "assistant", "content": "It is *six*."}
+        until_answered(page)
+
+
 @pytest.mark.parametrize("by_key", [True, False], ids=["key", "button"])
 def test_stopping_aborts_and_keeps_what_came(browser: Browser, by_key: bool) -> None:
     answer = Answer(["Once ", "upon ", "never"], gate=asyncio.Event(), gate_from=2)
