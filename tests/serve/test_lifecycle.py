@@ -226,14 +226,18 @@ def test_the_engine_process_follows_a_front_that_is_killed(build, tmp_path):
 
 @pytest.fixture(scope="module")
 def server(tiny):
-    with running_server(*tiny) as server:
+    with running_server(*tiny, "--slow-reader", "1") as server:
         yield server
 
 
-def connect(server, body, path="/v1/completions"):
+def connect(server, body, path="/v1/completions", buffer_bytes=None):
     """A raw connection that has sent this request."""
     address = urlsplit(server.url)
-    sock = socket.create_connection((address.hostname, address.port), timeout=30)
+    sock = socket.socket()
+    if buffer_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    sock.settimeout(30)
+    sock.connect((address.hostname, address.port))
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: octavo\r\nContent-Type: application/json\r\n"
     sock.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
@@ -310,16 +314,21 @@ def test_a_client_that_leaves_during_prefill_is_aborted(server):
     assert counts(server)["aborted"] == before + 1
 
 
-def test_a_reader_that_never_reads_blocks_nobody(server):
-    lazy = [connect(server, {**ENDLESS, "stream": True, "n": 4, "max_tokens": 2000}) for _ in range(4)]
-    for _ in range(5):
-        began_s = time.monotonic()
-        response = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 3})
-        assert response.status_code == 200
-        assert time.monotonic() - began_s < 2
-    for sock in lazy:
-        sock.close()
-    wait_until(lambda: is_idle(server), 10)
+def test_a_reader_that_never_reads_blocks_nobody_and_is_cut_off(server):
+    num_files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+    before = counts(server)["aborted"]
+    body = {**ENDLESS, "stream": True, "n": 4, "logprobs": 5}
+    with connect(server, body, buffer_bytes=4096), connect(server, body, buffer_bytes=4096):
+        wait_until(lambda: counts(server)["running"] == 2)
+        slowest_s = 0.0
+        while not is_idle(server):
+            began_s = time.monotonic()
+            response = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 3})
+            assert response.status_code == 200
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+        assert slowest_s < 2
+        assert counts(server)["aborted"] == before + 2
+        wait_until(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) <= num_files, 10)
 
 
 def test_ten_thousand_connections_opened_and_dropped(server):

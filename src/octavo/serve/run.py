@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
@@ -106,6 +107,8 @@ class _Server:
         self._say("octavo: stopped")
 
     async def _until_stopped(self, engine: AsyncEngine) -> None:
+        if not self._settings.api_keys and not _is_local(self._listener):
+            logger.warning("no API key is set, and other machines can reach %s; see --api-key", self._url())
         stopping = asyncio.create_task(self._is_asked_to_stop.wait())
         loading = asyncio.create_task(engine.until_ready())
         self._say(f"octavo: loading {self._config.model}; listening at {self._url()}")
@@ -136,6 +139,10 @@ class _Server:
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_local(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _ready_line(card: ModelCard, name: str, url: str) -> str:
