@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_folder import write_hf_folder
-
+from octavo.bench.hf_folder import write_hf_folder
 from octavo.bench.report import Row, hardware_slug, write_result
 from octavo.models.source import resolve_model
 

@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 
 from octavo.cli.bench_engine import latency, serve_sim, throughput
+from octavo.cli.bench_kv_cache import kv_cache
 from octavo.cli.bench_serve import serve
 from octavo.cli.result_files import check_files, check_writable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-for command in (throughput, latency, serve_sim, serve):
+for command in (throughput, latency, serve_sim, serve, kv_cache):
     app.command()(command)
 
 

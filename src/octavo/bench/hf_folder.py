@@ -19,12 +19,13 @@ def write_hf_folder(source: ModelSource, folder: Path) -> None:
     config = load_config(source)
     assert config.model_type == "llama", config.model_type
     assert config.rope.rope_type == "default", config.rope
-    checkpoint = GGUFCheckpoint(GGUFFile(source.path), config)
     tensors = {}
-    for name, shape in checkpoint.shapes.items():
-        tensors[name] = torch.empty(shape)
-        checkpoint.read_into(name, tensors[name])
-    checkpoint.close()
+    with GGUFFile(source.path) as file:
+        checkpoint = GGUFCheckpoint(file, config)
+        for name, shape in checkpoint.shapes.items():
+            tensors[name] = torch.empty(shape)
+            checkpoint.read_into(name, tensors[name])
+        checkpoint.close()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     hf_config = {
         "architectures": ["LlamaForCausalLM"],
