@@ -283,11 +283,36 @@ def test_a_lost_payload_has_the_page_begin_anew(browser: Browser) -> None:
     with page_server(payload=feed.payload, period_s=0.02) as server, page_of(browser, server.url) as page:
         server.call(lambda: engine.add([1] * 9, max_tokens=50))
         server.call(engine.step)
-        server.call(engine.observer.payload)  # nobody gets this one
         feed.seen(page)
-        wait_until(lambda: page.inner_text("#num-owned") == "3")
-        found = page.evaluate(SUMMARY)
-        assert found == truth_of(engine)
+
+        def lose_one() -> None:
+            for _ in range(5):  # the table grows by a block
+                engine.step()
+            engine.observer.payload()
+
+        server.call(lose_one)
+        feed.seen(page)
+        wait_until(lambda: page.evaluate(SUMMARY) == truth_of(engine))
+        assert len(engine.cache.block_table(0)) == 4
+
+
+def test_a_large_cache_shows_its_front_until_it_is_used(browser: Browser) -> None:
+    engine = Observed(num_blocks=5000, block_size=1)
+    feed = Feed(engine)
+    shown = "async () => (await import('/page/main.js')).map.numShown"
+    with page_server(payload=feed.payload, period_s=0.02) as server, page_of(browser, server.url) as page:
+        feed.seen(page)
+        assert page.evaluate(shown) == 512
+        server.call(lambda: engine.add([1] * 600, max_tokens=1))
+        server.call(engine.step)
+        feed.seen(page)
+        assert page.evaluate(shown) == 1024
+        page.click("#show-all")
+        feed.seen(page)
+        assert page.evaluate(shown) == 5000
+        page.click("#show-all")
+        feed.seen(page)
+        assert page.evaluate(shown) == 1024
 
 
 def test_on_a_phone_one_part_at_a_time_and_nothing_sticks_out(browser: Browser) -> None:

@@ -89,6 +89,11 @@ export class BlockMap {
     return this.#numShown;
   }
 
+  /** Whether there are blocks that are not shown. */
+  get isPartial() {
+    return this.#wanted() < this.#engine.numBlocks;
+  }
+
   get columns() {
     return this.#columns;
   }

@@ -93,7 +93,7 @@ function setState(state, reason = "") {
   const text = $("state").querySelector("span");
   if (text.textContent !== STATES[state]) text.textContent = STATES[state];
   $("notice").hidden = !NOTICES[state];
-  $("notice").textContent = [NOTICES[state], reason].filter(Boolean).join(" ");
+  $("notice").textContent = [NOTICES[state], reason && `Reason: ${reason}`].filter(Boolean).join(" ");
   $("map-empty").hidden = engine.numBlocks > 0;
 }
 
@@ -131,7 +131,7 @@ function showCounts() {
   };
   for (const [id, count] of Object.entries(counts)) $(id).textContent = count.toLocaleString();
   $("rows-empty").hidden = engine.rows.size > 0;
-  $("show-all").hidden = map.numShown === engine.numBlocks && $("show-all").ariaPressed !== "true";
+  $("show-all").hidden = !map.isPartial && $("show-all").ariaPressed !== "true";
   if (!isOverTimeline) tellStep(timeline.last);
 }
 
@@ -162,9 +162,11 @@ async function listen() {
     isAwaitingFull = true;
     try {
       for await (const { event, data } of events("v1/engine/events", { signal: listening.signal })) {
-        attempt = 0;
         if (event === "status") onStatus(JSON.parse(data));
-        else onPayload(JSON.parse(data));
+        else {
+          attempt = 0;
+          onPayload(JSON.parse(data));
+        }
       }
       if (!["dead", "draining"].includes($("state").dataset.state)) setState("lost");
     } catch (error) {
