@@ -25,10 +25,16 @@ def draw(rows: Rows, folder: Path, hardware: str) -> list[Path]:
         if mine:
             path = folder / f"kv-cache-{part}.png"
             figure = picture(mine)
-            figure.text(0.995, 0.005, hardware, ha="right", va="bottom", fontsize=6, color=GREY)
+            figure.supxlabel(_short(hardware), x=0.995, ha="right", fontsize=6, color=GREY)
             save(figure, path)
             drawn.append(path)
     return drawn
+
+
+def _short(hardware: str) -> str:
+    """The GPU, or the processor without the list of what it can do."""
+    gpu, _, _ = hardware.partition(";")
+    return ", ".join(part for part in gpu.split(", ") if "+" not in part)
 
 
 def _curve(rows: Rows, kind: str) -> dict[str, tuple[list[int], list[float]]]:
@@ -74,7 +80,7 @@ def _growth(rows: Rows) -> Any:
     right.fill_between(at, ours, anew, color=BAD, alpha=0.12, lw=0)
     right.annotate(
         f"{anew[-1] / ours[-1]:.1f} times as long",
-        (at[-1], (ours[-1] + anew[-1]) / 2), ha="right", va="center", xytext=(-6, 0),
+        (at[-1], 0.7 * ours[-1] + 0.3 * anew[-1]), ha="right", va="center", xytext=(-6, 0),
         textcoords="offset points", color=BAD, fontsize=9,
     )  # fmt: skip
     _plain(left, "Time for the next token", "tokens answered so far", "milliseconds")
@@ -127,6 +133,7 @@ def _padding(rows: Rows) -> Any:
         left.barh(y, prompt, left=-prompt, color=OURS, height=0.8)
         left.barh(y, answer, color="#6fa3dc", height=0.8)
     left.set_yticks([])
+    left.xaxis.set_major_formatter(lambda value, _: f"{abs(value):.0f}")
     share = _value(rows, "padding/computed tokens that were asked for")["padded"]
     title = f"A rectangle of which {share:.0f} % was asked for"
     _plain(left, title, "tokens of the prompt (left of 0) and of the answer", "requests")
