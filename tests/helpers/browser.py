@@ -17,7 +17,7 @@ FLAGS = (
     "--disable-component-update",
     "--no-first-run",
 )
-PATIENCE_MS = 15_000
+PATIENCE_MS = 30_000
 
 
 @contextlib.contextmanager

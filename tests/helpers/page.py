@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import uvicorn
 from helpers.chat import CHATML, tokenizer_with
 from helpers.live import BIG_CARD
-from helpers.serve import STATS, Answer, Script, scripted_engine
+from helpers.observed import Observed
+from helpers.serve import STATS, Answer, Script, scripted_engine, wait_until
+from playwright.sync_api import Page
 
 from octavo.serve.app import create_app
 from octavo.serve.messages import Observed as ObservedMessage
@@ -156,3 +158,26 @@ def idle_payload() -> bytes:
     }
     lists = ("blocks", "new", "rows", "tables", "gone", "preempted", "steps")
     return json.dumps(message | {name: [] for name in lists}).encode()
+
+
+class Feed:
+    """Payloads of a scheduler that steps only when told to: `step`, then `seen` by the page."""
+
+    def __init__(self, engine: Observed) -> None:
+        self.engine = engine
+        self.num_sent = 0
+
+    def payload(self, is_full: bool) -> bytes:
+        if is_full:
+            self.engine.observer.start()
+        self.num_sent += 1
+        return self.engine.observer.payload()
+
+    def seen(self, page: Page) -> None:
+        """Wait until the page shows what the engine holds now."""
+        sent = self.num_sent
+        wait_until(lambda: self.num_sent >= sent + 2)
+        latest = self.engine.observer._num_payloads - 1
+        shown = "async () => (await import('/page/main.js')).engine.seq"
+        wait_until(lambda: page.evaluate(shown) >= latest)
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
