@@ -11,6 +11,7 @@ waits for all the others to be written. `apart`: their moments are spread over t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import shlex
 import statistics
@@ -26,7 +27,6 @@ from octavo.bench.serve_report import Spread
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_ADDED_MS = 5.0
-SETTLE_S = 1.0
 
 
 def delays(url: str, options: argparse.Namespace) -> Spread:
@@ -40,13 +40,14 @@ def delays(url: str, options: argparse.Namespace) -> Spread:
         as_text=options.api == "chat",
     )
     target = Target(Endpoint.parse(url), options.model, is_chat=options.api == "chat", reads_stamps=True)
-    run_load(target, list(itertools.islice(mix.calls(1), 8)), concurrency=8)
+    warm_up = [dataclasses.replace(call, output_len=4) for call in itertools.islice(mix.calls(1), 8)]
+    run_load(target, warm_up, concurrency=8)
     calls = list(itertools.islice(mix.calls(0), options.streams))
     load = run_load(target, calls, concurrency=options.streams)
     failed = [answer for answer in load.answers if answer.error]
     if failed:
         raise SystemExit(f"{len(failed)} calls failed, such as {failed[0].error}: {failed[0].detail}")
-    begun_s = max(answer.text_s[0] for answer in load.answers) + SETTLE_S
+    begun_s = max(answer.text_s[0] for answer in load.answers) + options.settle
     ended_s = min(answer.text_s[-1] for answer in load.answers)
     spread = Spread.of(
         delay
@@ -67,6 +68,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between a stream's tokens")
     parser.add_argument("--num-tokens", type=int, default=100)
+    parser.add_argument("--settle", type=float, default=1.0, help="seconds left out after the last one began")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="default: bench/results/<this machine>/serve-front.json")
     options = parser.parse_args()

@@ -1,0 +1,68 @@
+"""What HTTP and the front cost, in seconds and on a tiny model: that the programs measure what they say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.tiny_model import write_model_folder
+
+from octavo.bench.report import read_result
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=4096)
+
+
+def run(program, path, *arguments):
+    command = (sys.executable, ROOT / "bench" / program, *arguments, "--json", path)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    rows = {row["name"]: row for row in read_result(path)["rows"]} if path.exists() else {}
+    assert rows, done.stdout + done.stderr
+    return done, rows
+
+
+def test_the_cost_of_http(folder, tmp_path):
+    engine = [f"--engine={option}" for option in ("load_format=dummy", "num_threads=1", "num_blocks=256")]
+    lens = ("--input-len", "8", "--output-len", "uniform:8:24", "--max-token-id", "255")
+    done, rows = run(
+        "serve_cost.py", tmp_path / "r.json", folder, "--num-seqs", "4", "--rounds", "1", *lens, *engine
+    )
+    share = rows["through HTTP, of the offline engine"]
+    assert share["floor"] == 90
+    # A step of this model costs next to nothing, so that HTTP's share is large; the bound is for real ones.
+    assert done.returncode == (share["value"] < 90)
+    output = rows["through HTTP, output"]
+    assert output["value"] > 0
+    assert output["peers"]["offline"] > 0
+    assert sorted(share["details"]) == ["pair 1"]
+    assert "warm-up: offline" in done.stdout
+
+
+def test_what_the_front_adds(folder, tmp_path):
+    options = (
+        "--streams",
+        "8",
+        "--interval",
+        "0.02",
+        "--num-tokens",
+        "40",
+        "--rounds",
+        "1",
+        "--settle",
+        "0.1",
+    )
+    done, rows = run("serve_front.py", tmp_path / "r.json", "--model", folder, *options)
+    for how in ("together", "apart"):
+        for percentile in ("p50", "p99"):
+            row = rows[f"added by the front, tokens {how}, {percentile}"]
+            through, without = row["details"]["through the front, ms"], row["details"]["without, ms"]
+            assert row["value"] == pytest.approx(through - without, abs=0.01)
+            assert without > 0
+            # A hundred times what it should be: are the stamps read, not how fast is this machine.
+            assert 0 < through < 500
+    p99 = [rows[f"added by the front, tokens {how}, p99"] for how in ("together", "apart")]
+    assert done.returncode == any(row["value"] > row["floor"] for row in p99)
