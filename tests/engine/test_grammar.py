@@ -132,6 +132,22 @@ def test_without_an_end_of_sequence_token_a_complete_output_still_ends():
     compiler.close()
 
 
+@pytest.mark.parametrize("num_cpus", [1, 8])
+def test_many_masks_at_once_are_the_masks_one_by_one(monkeypatch: pytest.MonkeyPatch, num_cpus: int):
+    monkeypatch.setattr(grammars, "_num_cpus", lambda: num_cpus)
+    compiler = GrammarCompiler(smollm2_tokenizer(), VOCAB_SIZE, [2])
+    start = compiler.compile(StructuredOutput(regex="[a-z]{5} [0-9]{5}"))
+    forks = [start.fork() for _ in range(7)]
+    for place, fork in enumerate(forks):
+        accept(fork, "abcde 12345"[:place])
+    masks = np.full((len(forks), start.num_mask_words), 7, dtype=np.int32)
+    fill_masks(forks, masks)
+    for place, fork in enumerate(forks):
+        ids = np.nonzero(np.unpackbits(masks[place].view(np.uint8), bitorder="little"))[0]
+        assert set(ids.tolist()) == allowed(fork)
+    compiler.close()
+
+
 def test_white_space_cannot_run_on(smollm2: GrammarCompiler):
     for output in (
         StructuredOutput(json_object=True),

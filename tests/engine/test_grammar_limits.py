@@ -1,7 +1,9 @@
 """Grammars that are made to hurt are refused in bounded time, and the next one is served."""
 
 import json
+import os
 import random
+import signal
 import string
 import time
 from collections.abc import Iterator
@@ -128,6 +130,17 @@ def test_too_much_processor_time_is_told_as_such():
     with closing(trial(cpu_s=0.05)) as hasty:
         assert hasty.error_of(LARGE) == "it takes more than 0.05 s to compile; make it simpler"
         assert hasty.error_of("start: /a/") is None, "the next one is tried in another process"
+
+
+def test_a_used_process_that_ends_is_tried_again_afresh():
+    with closing(trial()) as used:
+        assert used.error_of("start: /a/") is None
+        first = used._process
+        assert first is not None
+        os.kill(first.pid, signal.SIGSEGV)  # as if it had no room left
+        first.wait()
+        assert used.error_of("start: /b/") is None
+        assert used._process is not first
 
 
 def test_a_silent_process_is_given_up(monkeypatch: pytest.MonkeyPatch):

@@ -10,13 +10,13 @@ here, in a thread beside the step loop, and kept for the next request that asks 
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from os import cpu_count
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -36,6 +36,7 @@ MAX_KEPT: Final = 64
 
 _STACK_BYTES = 16 * 2**20
 _MAX_MASK_THREADS = 16
+_MAX_SERIAL_CPUS = 4
 _MAX_FORCED_CHARS = 512
 _MAX_ERROR_CHARS = 300
 _NO_MESSAGE = re.compile(r"\s*$|\s*\d* *\||\s*\^|<")
@@ -74,17 +75,21 @@ def fill_masks(grammars: Seq[Grammar], masks: npt.NDArray[np.int32]) -> None:
     """Write into `masks[i]` which tokens `grammars[i]` allows next; bit t of its bytes stands for token t.
 
     An end-of-sequence token is allowed exactly where the output may end. The row of a grammar that has an
-    error afterwards means nothing. Several rows are filled at once, in threads without the GIL.
+    error afterwards means nothing. Where there are processors for it, several rows are filled at once.
 
     Args:
         grammars: of one engine. masks: (len(grammars), num_mask_words), C-contiguous, overwritten.
     """
     assert masks.shape == (len(grammars), grammars[0].num_mask_words), masks.shape
     assert masks.flags.c_contiguous
-    rows = [(grammar._matcher, row) for row, grammar in enumerate(grammars)]
-    grammars[0]._library.executor.unsafe_compute_mask_ptr(
-        rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
-    )
+    address, num_bytes = masks.ctypes.data, masks.shape[1] * masks.itemsize
+    executor = grammars[0]._library.executor
+    if executor is not None:
+        rows = [(grammar._matcher, row) for row, grammar in enumerate(grammars)]
+        executor.unsafe_compute_mask_ptr(rows, address, num_bytes, len(masks))
+    else:
+        for row, grammar in enumerate(grammars):
+            grammar._matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
 
 
 class GrammarCompiler:
@@ -151,7 +156,9 @@ class GrammarCompiler:
         self._compiled.clear()
 
     def _load(self) -> _Library:
-        return _Library(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        library = _Library(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        library.trial.start()
+        return library
 
     def _compile(self, output: StructuredOutput) -> LLMatcher:
         assert self._library is not None
@@ -188,7 +195,11 @@ class _Library:
         self._lltokenizer: LLTokenizer = llguidance.LLTokenizer(vocabulary, eos_token=eos_token_ids)
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._new_matcher = llguidance.LLMatcher
-        self.executor: LLExecutor = llguidance.LLExecutor(min(cpu_count() or 1, _MAX_MASK_THREADS))
+        num_threads = min(_num_cpus(), _MAX_MASK_THREADS)
+        # A mask takes some 20 microseconds: on few cores waiting for another thread costs more.
+        self.executor: LLExecutor | None = None
+        if num_threads > _MAX_SERIAL_CPUS:
+            self.executor = llguidance.LLExecutor(num_threads)
         self.num_mask_words = -(-len(tokens) // 32)
         self.trial = GrammarTrial(tokens, special, eos_token_ids)
         weakref.finalize(self, self.trial.close)
@@ -268,6 +279,12 @@ class _Encoder:
             if spelled(token_ids[start:]) == wanted:
                 return token_ids[start:]
         return self._speller.spell(wanted)
+
+
+def _num_cpus() -> int:
+    """Processors that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # on Linux
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def _refusal(name: str, problem: str) -> RequestError:

@@ -52,7 +52,7 @@ def main(limits: dict[str, Any]) -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     # Ctrl-C reaches every process of a terminal; when this one ends is the engine's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(10)
+    os.nice(5)  # a grammar may wait, the steps of others should not
     import llguidance
 
     hello = read_message(requests)
@@ -78,6 +78,7 @@ def main(limits: dict[str, Any]) -> None:
     while (message := read_message(requests)) is not None:
         # The signal's own action ends the process, in the middle of native code as well. Counted is the
         # time that the processor works, so a busy machine refuses nothing.
+        found[0] = "it cannot be tried out"
         signal.setitimer(signal.ITIMER_PROF, limits["cpu_s"])
         thread = threading.Thread(target=try_out, args=(message["grammar"],))
         thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import signal
 import subprocess
@@ -37,7 +38,7 @@ LIMITS: Final[dict[str, Any]] = {
 
 
 class GrammarTrial:
-    """Starts the process when the first grammar comes, and again after one has ended it.
+    """Starts the process with the first grammar if not before, and again after one has ended it.
 
     One caller at a time; `close` may be called from elsewhere, and ends a trial under way.
     """
@@ -66,13 +67,15 @@ class GrammarTrial:
         self._command = [sys.executable, "-P", grammar_check.__file__, json.dumps(limits)]
         self._cpu_s = cpu_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_fresh = True
         self._lock = threading.Lock()
         self._is_closed = False
 
     def error_of(self, grammar: str) -> str | None:
         """Why the grammar cannot be used, or None when it can."""
-        if self._process is None and (problem := self._start()) is not None:
+        if (problem := self.start()) is not None:
             return problem
+        was_fresh, self._is_fresh = self._is_fresh, False
         answer = self._ask({"grammar": grammar})
         if answer is not None:
             error: str | None = answer["error"]
@@ -80,8 +83,10 @@ class GrammarTrial:
         status = self._end()
         if status == -signal.SIGPROF:
             return f"it takes more than {self._cpu_s:g} s to compile; make it simpler"
-        if status == -signal.SIGKILL:
+        if status is None:
             return "compiling it was given up; make it simpler, or try again"
+        if not was_fresh:  # what others left behind may have taken the memory
+            return self.error_of(grammar)
         return "it is nested too deeply, or takes too much memory; make it simpler"
 
     def close(self) -> None:
@@ -89,7 +94,11 @@ class GrammarTrial:
         self._is_closed = True
         self._end()
 
-    def _start(self) -> str | None:
+    def start(self) -> str | None:
+        """Start the process if there is none; returns why it does not."""
+        if self._process is not None:
+            return None
+        self._is_fresh = True
         with self._lock:
             if not self._is_closed:
                 self._process = subprocess.Popen(
@@ -119,15 +128,20 @@ class GrammarTrial:
         return None
 
     def _end(self) -> int | None:
-        """Kill the process unless it has ended already; its exit status."""
+        """End the process; its exit status if it ended by itself."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:
             return None
+        status: int | None = None
         try:
             # A process whose pipe has closed is about to have a status of its own.
-            process.wait(0 if self._is_closed else 0.5)
+            status = process.wait(0 if self._is_closed else 0.5)
         except subprocess.TimeoutExpired:
             process.kill()
-        with process:
-            return process.wait()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        return status
