@@ -1,5 +1,7 @@
 """The mask function: a plan says exactly what sdpa's matrix says, and what no plan can say stays a matrix."""
 
+import weakref
+
 import pytest
 import torch
 from helpers.hf_generation import padded, prompts, tiny_model
@@ -121,6 +123,17 @@ def test_unpadded_plans_are_made_once():
     assert first is again
     with torch.inference_mode():
         assert octavo_mask(2, 4, 4) is not first
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_plan_is_freed_with_its_mask(mode):
+    with mode():
+        mask = octavo_mask(2, 1, 9, q_offset=torch.tensor(5))
+        plan = weakref.ref(plans.of_mask(mask, 1, 9, None))
+        plan().first_rows(9), plan().dense()
+        assert plan() is not None
+        del mask
+        assert plan() is None
 
 
 def test_no_matrix_is_made_for_a_padded_batch(monkeypatch):

@@ -35,9 +35,8 @@ def attend(
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if torch.compiler.is_compiling():
         window = -1 if plan.window is None else plan.window
-        made = plans.as_rows(plan)
         out: Tensor = torch.ops.octavo.dense_attention(
-            q, k, v, made, scale, plan.is_causal, window, softcap or 0.0, sinks
+            q, k, v, plan.rows, scale, plan.is_causal, window, softcap or 0.0, sinks
         )
         return out
     return _attend(q, k, v, plan, scale, softcap or 0.0, sinks)

@@ -80,14 +80,13 @@ def octavo_mask(
     if leftpad is None and isinstance(num_keys, int):
         return plans.unpadded(batch_size, q_length, num_keys, kv_length, window, device)
 
-    count = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
-    cu_seqlens_k = (count * num_keys).to(torch.int32)
+    rows = plans.make_rows(batch_size, q_length, num_keys, device)
     if leftpad is not None:
-        leftpad = leftpad.to(torch.int32)
-        cu_seqlens_k[1:] -= leftpad.cumsum(0, dtype=torch.int32)
+        rows[0, 0, 1, 1:] -= leftpad.cumsum(0)
+        rows[0, 0, 2, :-1] = leftpad
     max_keys = num_keys if isinstance(num_keys, int) else kv_length
-    plan = plans.Plan(count * q_length, cu_seqlens_k, leftpad, q_length, kv_length, max_keys, window)
-    return plans.as_mask(plan)
+    is_padded = leftpad is not None
+    return plans.as_mask(plans.Plan(rows, q_length, kv_length, max_keys, window, is_padded=is_padded))
 
 
 def _is_capturing(device: torch.device) -> bool:

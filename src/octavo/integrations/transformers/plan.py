@@ -14,6 +14,7 @@ What the host knows besides rides along as an attribute of that tensor. Where it
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,32 +26,32 @@ _ATTRIBUTE = "octavo_plan"
 class Plan:
     """B sequences of `num_queries` rows over caches of `num_slots` tokens, of which some are used.
 
-    The last row stands on the last key. `window`: keys a row sees, itself included; None = all. `max_keys`:
-    an upper bound of the key lengths. The tensors are int32 on the device and are not changed.
+    The last row stands on the last key. `rows` is the tensor drawn above. `window`: keys a row sees, itself
+    included; None = all. `max_keys`: an upper bound of the key lengths. `is_full`: there is no padding, and
+    every slot holds a key. Nothing is changed after it was made.
     """
 
     def __init__(
         self,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        leftpad: Tensor | None,
+        rows: Tensor,
         num_queries: int,
         num_slots: int,
         max_keys: int,
         window: int | None,
         *,
+        is_padded: bool = False,
         is_causal: bool = True,
         is_full: bool = False,
     ) -> None:
-        self.cu_seqlens_q = cu_seqlens_q
-        self.cu_seqlens_k = cu_seqlens_k
-        self.leftpad = leftpad
+        self.rows = rows
+        self.cu_seqlens_q, self.cu_seqlens_k = rows[0, 0, 0], rows[0, 0, 1]
+        self.leftpad = rows[0, 0, 2, :-1] if is_padded else None
         self.num_queries = num_queries
         self.num_slots = num_slots
         self.max_keys = max_keys
         self.window = window
         self.is_causal = is_causal
-        self.is_full = is_full  # no padding, and every slot holds a key
+        self.is_full = is_full
         self._runs: dict[int, Tensor] = {}
         self._dense: Tensor | None = None
 
@@ -94,22 +95,14 @@ class Plan:
         return self._dense
 
 
-def as_rows(plan: Plan) -> Tensor:
-    """The plan's tensor."""
-    rows = plan.cu_seqlens_q.new_zeros((1, 1, 3, plan.batch + 1))
-    rows[0, 0, 0] = plan.cu_seqlens_q
-    rows[0, 0, 1] = plan.cu_seqlens_k
-    if plan.leftpad is not None:
-        rows[0, 0, 2, :-1] = plan.leftpad
-    return rows
-
-
 def as_mask(plan: Plan) -> Tensor:
     """The plan as what goes through the model."""
-    rows = as_rows(plan)
-    if not torch.compiler.is_compiling():
-        setattr(rows, _ATTRIBUTE, plan)
-    return rows
+    if torch.compiler.is_compiling():
+        return plan.rows
+    # A tensor of its own: views in the plan keep `rows` alive, and a plan hung on it would never be freed.
+    mask = plan.rows.detach()
+    setattr(mask, _ATTRIBUTE, plan)
+    return mask
 
 
 def is_plan(mask: Any) -> bool:
@@ -132,10 +125,16 @@ def from_rows(
     mask: Tensor, num_queries: int, num_slots: int, window: int | None, is_causal: bool = True
 ) -> Plan:
     """The plan in the tensor's own rows."""
-    rows = mask[0, 0]
-    return Plan(
-        rows[0], rows[1], rows[2, :-1], num_queries, num_slots, num_slots, window, is_causal=is_causal
-    )
+    return Plan(mask, num_queries, num_slots, num_slots, window, is_padded=True, is_causal=is_causal)
+
+
+def make_rows(batch: int, num_queries: int, num_keys: int | Tensor, device: torch.device) -> Tensor:
+    """The tensor of a batch without padding, in one launch."""
+    make: Callable[..., tuple[Tensor, Tensor]] = _for_rows(_template, device)
+    by_query, by_key = make(batch, num_queries, device, torch.is_inference_mode_enabled())
+    if isinstance(num_keys, int):
+        return torch.add(by_query, by_key, alpha=num_keys)
+    return (by_query + by_key * num_keys).to(torch.int32)
 
 
 def unpadded(
@@ -148,13 +147,31 @@ def unpadded(
     is_causal: bool = True,
 ) -> Tensor:
     """The plan, as a mask, of a batch without padding whose lengths the host knows."""
-    facts = batch, num_queries, num_keys, num_slots, window, device, is_causal
-    # Memory made under a graph's capture is the graph's; tensors made in inference mode stay in it.
+    make: Callable[..., Tensor] = _for_rows(_unpadded, device)
+    return make(
+        batch, num_queries, num_keys, num_slots, window, device, is_causal, torch.is_inference_mode_enabled()
+    )
+
+
+def _for_rows(make: Any, device: torch.device) -> Any:
+    """`make`, or what remembers its results: not under capture, where memory is the graph's."""
     if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return _unpadded(*facts, torch.is_inference_mode_enabled())
-    return _kept_unpadded(*facts, torch.is_inference_mode_enabled())
+        return make.__wrapped__
+    return make
 
 
+# Tensors made in inference mode stay in it, hence the last argument of both.
+@functools.lru_cache(maxsize=16)
+def _template(
+    batch: int, num_queries: int, device: torch.device, is_inference: bool
+) -> tuple[Tensor, Tensor]:
+    count = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    zeros = torch.zeros_like(count)
+    by_query = torch.stack([count * num_queries, zeros, zeros])[None, None]
+    return by_query, torch.stack([zeros, count, zeros])[None, None]
+
+
+@functools.lru_cache(maxsize=16)
 def _unpadded(
     batch: int,
     num_queries: int,
@@ -165,13 +182,6 @@ def _unpadded(
     is_causal: bool,
     is_inference: bool,
 ) -> Tensor:
-    count = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    lens = count * num_queries, count * num_keys
-    plan = Plan(
-        *lens, None, num_queries, num_slots, num_keys, window,
-        is_causal=is_causal, is_full=num_keys == num_slots,
-    )  # fmt: skip
-    return as_mask(plan)
-
-
-_kept_unpadded = functools.lru_cache(maxsize=16)(_unpadded)
+    is_full = num_keys == num_slots
+    rows = make_rows(batch, num_queries, num_keys, device)
+    return as_mask(Plan(rows, num_queries, num_slots, num_keys, window, is_causal=is_causal, is_full=is_full))
