@@ -65,6 +65,6 @@ def busy_engine(num_requests: int = 1000, num_blocks: int = 50_000) -> Observed:
         engine.add([i] * 337, max_tokens=1)
     engine.drain()
     for i in range(num_requests):
-        engine.add([i % 5] * 336 + [i % 50, i // 50] * 182, max_tokens=500)
+        engine.add([i % 5] * 336 + [i % 50, i // 50] * 182, max_tokens=450 + i % 200)
     engine.step()
     return engine
