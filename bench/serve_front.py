@@ -30,9 +30,7 @@ MAX_ADDED_MS = 5.0
 
 
 def delays(url: str, options: argparse.Namespace) -> Spread:
-    """How long pieces were on their way, while all streams ran: a second after the last one began, until one
-    ends.
-    """
+    """How long pieces were on their way, while all streams ran and had settled."""
     mix = Mix(
         Lengths.parse("--input-len", "32"),
         Lengths.parse("output", str(options.num_tokens)),

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -131,7 +131,7 @@ class RequestLog:
         first_byte_s: float | None = None
         is_complete = False
 
-        async def send_on(message: Message) -> None:
+        def send_on(message: Message) -> Awaitable[None]:  # called for every piece: no coroutine of its own
             nonlocal status, num_bytes, first_byte_s, is_complete
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -142,7 +142,7 @@ class RequestLog:
                     first_byte_s = time.perf_counter() - started
                 num_bytes += len(body)
                 is_complete = not message.get("more_body", False)
-            await send(message)
+            return send(message)
 
         try:
             await self.app(scope, receive, send_on)

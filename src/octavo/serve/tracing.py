@@ -8,6 +8,7 @@ content.
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -136,11 +137,11 @@ class Tracing:
         status = 0
         failure: BaseException | None = None
 
-        async def send_on(message: Message) -> None:
+        def send_on(message: Message) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            return send(message)
 
         try:
             await self.app(scope, receive, send_on)
