@@ -19,6 +19,10 @@ def test_a_schema_is_kept_as_text_in_the_order_of_its_keys():
     assert StructuredOutput(json_schema=spaced) == StructuredOutput(json_schema=SCHEMA)
 
 
+def test_digits_are_those_of_ascii():
+    assert StructuredOutput(regex=r"\d+[\d_]\\d\D\w").regex == r"[0-9]+[[0-9]_]\\d\D\w"
+
+
 def test_it_is_a_value():
     one, other = StructuredOutput(regex="a+"), StructuredOutput(regex="a+")
     assert one == other

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -45,7 +46,8 @@ class StructuredOutput:
     json_schema: the output is JSON that the schema accepts, its properties in the schema's order. Given as a
         dict or as JSON text, kept as text.
     json_object: the output is any JSON object.
-    regex: the whole output matches the pattern (Rust's syntax: no look-around, no back-references).
+    regex: the whole output matches the pattern (Rust's syntax: no look-around, no back-references; ``\\d`` is
+        kept as ``[0-9]``).
     lark: a context-free grammar in llguidance's dialect of Lark; its start rule is `start`.
 
     Raises:
@@ -75,7 +77,7 @@ class StructuredOutput:
             )
         object.__setattr__(self, "json_schema", None if json_schema is None else _schema_text(json_schema))
         object.__setattr__(self, "json_object", json_object)
-        object.__setattr__(self, "regex", None if regex is None else _grammar_text("regex", regex))
+        object.__setattr__(self, "regex", None if regex is None else _pattern(regex))
         object.__setattr__(self, "lark", None if lark is None else _grammar_text("lark", lark))
 
 
@@ -400,6 +402,15 @@ def lark_json(schema: Mapping[str, Any] | str) -> str:
     """
     rest = _schema_text(schema)[1:]
     return f'%json {{"x-guidance":{json.dumps(JSON_FORM)}{"" if rest == "}" else ","}{rest}'
+
+
+def _pattern(value: object) -> str:
+    """The pattern with ``\\d`` as ASCII's digits: whoever writes it seldom means those of all scripts."""
+
+    def plain(escape: re.Match[str]) -> str:
+        return "[0-9]" if escape[0] == r"\d" else escape[0]
+
+    return re.sub(r"\\.", plain, _grammar_text("regex", value), flags=re.DOTALL)
 
 
 def _schema_text(value: object) -> str:
