@@ -13,6 +13,9 @@ const SMALLEST_CELL = 2; // device pixels
 const FEW = 1024; // up to so many blocks are always shown
 const SHAPED_FROM = 5; // device pixels from which on shapes tell states apart, not colours alone
 
+/** Who wants no motion sees a flash come and go, not fade. */
+const STILL = matchMedia("(prefers-reduced-motion: reduce)");
+
 const KIND = { free: 0, cached: 1, owned: 2, shared: 3 };
 const FLASH = { none: 0, evicted: 1, preempted: 2 };
 
@@ -191,7 +194,7 @@ export class BlockMap {
       level = Math.ceil((1 - (now - flashing.since) / this.flashMs) * FLASH_LEVELS);
       if (level > 0) {
         flash = flashing.kind;
-        level = Math.min(level, FLASH_LEVELS);
+        level = Math.min(STILL.matches ? FLASH_LEVELS : level, FLASH_LEVELS);
       } else {
         this.#flashes.delete(block);
         level = 0;

@@ -18,13 +18,25 @@ export function action(name, text, title) {
 /** Copy the text, and say so on the button for a moment. */
 export async function copy(button, text) {
   const before = button.textContent;
+  let isCopied = true;
   try {
     await navigator.clipboard.writeText(text);
-    button.textContent = "Copied";
   } catch {
-    button.textContent = "Not allowed";
+    isCopied = copyTheOldWay(text);
   }
+  button.textContent = isCopied ? "Copied" : "Not allowed";
   setTimeout(() => (button.textContent = before), 1500);
+}
+
+/** A page that came over plain HTTP from another machine has no clipboard, but may copy a selection. */
+function copyTheOldWay(text) {
+  const field = element("textarea", "hidden");
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const isCopied = document.execCommand("copy");
+  field.remove();
+  return isCopied;
 }
 
 /** Make `box` hold what `fragment` holds, but leave what is the same untouched: somebody may be selecting it. */

@@ -130,6 +130,8 @@ function showCounts() {
     "num-preempted": stats.num_preemptions,
   };
   for (const [id, count] of Object.entries(counts)) $(id).textContent = count.toLocaleString();
+  const numUnseen = stats.num_running + stats.num_waiting - engine.rows.size;
+  $("rows-facts").textContent = numUnseen > 0 ? `and ${numUnseen.toLocaleString()} more waiting` : "";
   $("rows-empty").hidden = engine.rows.size > 0;
   $("show-all").hidden = !map.isPartial && $("show-all").ariaPressed !== "true";
   if (!isOverTimeline) tellStep(timeline.last);
