@@ -261,17 +261,22 @@ def test_the_page_says_how_the_server_is(browser: Browser) -> None:
 
 
 def test_a_server_that_comes_back_is_found_again(browser: Browser) -> None:
+    answer = Answer(["It was ", "never said"], gate=asyncio.Event(), gate_from=1)
     with (
-        page_server() as server,
+        page_server(answer) as server,
         page_of(
             browser, server.url, expected=("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE", "ERR_CONNECTION_RESET")
         ) as page,
     ):
+        ask(page, "What was it?")
+        page.wait_for_selector(".text >> text=It was")
         server.stop()
         page.wait_for_selector('#state[data-state="lost"]')
+        page.wait_for_selector(".message.assistant .error")
+        assert last_answer(page) == "It was"
         assert "Trying again" in page.inner_text("#notice")
         with page_server(Answer(["again"]), port=server.port):
             page.wait_for_selector('#state[data-state="ready"]')
-            ask(page, "There?")
+            page.click("button[data-action=again]")
             until_answered(page)
             assert last_answer(page) == "again"

@@ -117,10 +117,14 @@ export class Chat {
       const now = performance.now();
       nextRender = now + Math.max(RENDER_MS, RENDER_SHARE * (now - began));
     };
+    let isWhole = false;
     try {
       const body = { ...this.#settings(history), stream: true, stream_options: { include_usage: true } };
       for await (const { data } of events("v1/chat/completions", { body, signal: controller.signal })) {
-        if (data === "[DONE]") break;
+        if (data === "[DONE]") {
+          isWhole = true;
+          break;
+        }
         const chunk = JSON.parse(data);
         if (chunk.error) throw new ServerError(chunk.error.code, chunk.error.message);
         running.requestId ??= chunk.id;
@@ -134,6 +138,7 @@ export class Chat {
         if (choice.finish_reason) message.finish = choice.finish_reason;
         pending ??= setTimeout(show, Math.max(0, nextRender - performance.now()));
       }
+      if (!isWhole) throw new ServerError(0, "The answer broke off.");
     } catch (error) {
       if (error.name === "AbortError") message.finish = "stopped";
       else message.error = describe(error);

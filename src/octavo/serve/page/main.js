@@ -79,7 +79,6 @@ const chat = new Chat({
 });
 
 let modelName = null;
-let isAwaitingFull = true;
 
 function onStatus({ state, model, version, reason }) {
   modelName = model?.name ?? modelName;
@@ -98,8 +97,6 @@ function setState(state, reason = "") {
 }
 
 function onPayload(message) {
-  if (isAwaitingFull && !message.full) return;
-  isAwaitingFull = false;
   const changes = engine.apply(message);
   if (changes.isFull) onFull();
   map.update(changes);
@@ -161,7 +158,6 @@ let listening = null; // ends the stream when aborted
 async function listen() {
   for (let attempt = 0; ; attempt++) {
     listening = new AbortController();
-    isAwaitingFull = true;
     try {
       for await (const { event, data } of events("v1/engine/events", { signal: listening.signal })) {
         if (event === "status") onStatus(JSON.parse(data));
@@ -172,13 +168,12 @@ async function listen() {
       }
       if (!["dead", "draining"].includes($("state").dataset.state)) setState("lost");
     } catch (error) {
-      if (error instanceof LostPayload) continue;
       if (error.status === 401) {
         setState("locked");
         await happening("click");
         continue;
       }
-      if (error.name !== "AbortError") setState("lost");
+      if (!(error instanceof LostPayload) && error.name !== "AbortError") setState("lost");
     }
     if (document.hidden) await happening("visibilitychange");
     else await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(attempt, RETRY_MS.length - 1)]));
