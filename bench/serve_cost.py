@@ -135,6 +135,8 @@ def main() -> int:
         Row("through HTTP, of the offline engine", round(statistics.median(shares), 2), "%", floor=MIN_SHARE,
             details={f"pair {i + 1}": round(share, 2) for i, share in enumerate(shares)}),
     ]  # fmt: skip
+    if summary.tokens_per_piece is not None:
+        rows.append(Row("tokens a piece", round(summary.tokens_per_piece, 3), "tokens", better="lower"))
     path = options.json or ROOT / "bench" / "results" / hardware_slug() / "serve-cost.json"
     write_result(path, rows, command=shlex.join(["python", *sys.argv]))
     print(f"through HTTP: {statistics.median(shares):.1f} % of the offline engine (at least {MIN_SHARE:g} %)")

@@ -105,6 +105,9 @@ def test_a_response_is_read_however_it_is_cut(response, status, can_be_reused, s
     [
         (b"SSH-2.0\r\n\r\n", "no status line"),
         (stub.HEAD + b"zz\r\n", "no chunk size"),
+        (stub.HEAD + b"-5\r\n", "no chunk size"),
+        (stub.HEAD + b"1_0\r\n", "no chunk size"),
+        (stub.HEAD + b"1" * 70_000, "no chunk size"),
         (stub.HEAD + b"2\r\nabcd", "longer than it said"),
         (SIZED + b"more", "bytes after the end"),
         (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, "the header does not end"),
@@ -277,12 +280,14 @@ def test_a_closed_loop_keeps_so_many_calls_open_and_no_more():
 
 
 def test_an_open_loop_sends_on_time_while_the_server_stalls():
-    # Nothing is answered before half a second; a closed loop would have sent one call by then.
+    # Nothing is answered before all have asked: a closed loop would wait for ever.
     at = [0.02 * i for i in range(20)]
-    with stub_server(lambda path, body: [0.5, *stub.answer("a")]) as server:
-        load = run_load(target(server.base_url), [Call(at_s, "a", 1) for at_s in at])
-    assert max(answer.sent_s for answer in load.answers) < 0.48
-    assert all(answer.sent_s - answer.due_s < 0.1 for answer in load.answers)
+    with stub_server(lambda path, body: [lambda: len(server.requests) == 20, *stub.answer("a")]) as server:
+        load = run_load(target(server.base_url, timeout_s=20.0), [Call(at_s, "a", 1) for at_s in at])
+    assert [answer.error for answer in load.answers] == [""] * 20
+    # The first was due when the run began, and waited until the last was due.
+    assert max(answer.ttft_s for answer in load.answers) >= at[-1]
+    assert sorted(answer.due_s for answer in load.answers) == at
 
 
 def test_waiting_for_a_place_counts_from_when_the_call_was_due():
@@ -339,7 +344,7 @@ def test_the_null_server_shows_what_the_generator_adds(is_chat):
     assert (summary.num_ok, summary.num_other_length) == (64, 0)
     assert summary.delivery.count == 64 * 20
     # Tokens come every 20 ms; what the generator adds is far below (a millisecond on an idle machine).
-    assert 0 < summary.delivery.p50 < 0.01
+    assert 0 < summary.delivery.p50 < 0.02
     assert summary.itl.p50 == pytest.approx(0.02, abs=0.01)
 
 

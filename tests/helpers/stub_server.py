@@ -1,4 +1,6 @@
-"""A server whose answer to each request is a script: bytes to send, pauses, and how the connection ends."""
+"""A server whose answer to each request is a script: bytes to send, pauses (seconds, or until a function is
+true), and how the connection ends.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ HANG_UP, RESET, WAIT_FOR_EOF = "hang up", "reset", "wait for eof"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 
-Script = list[bytes | float | str]
+Script = list[bytes | float | str | Callable[[], bool]]
 
 
 def chunk(data: bytes) -> bytes:
@@ -72,7 +74,10 @@ class StubServer:
                 content = json.loads(body) if body else {}
                 self.requests.append((path, headers, content))
                 for action in self.script(path, content):
-                    if isinstance(action, float):
+                    if callable(action):
+                        while not action():
+                            await asyncio.sleep(0.001)
+                    elif isinstance(action, float):
                         await asyncio.sleep(action)
                     elif isinstance(action, bytes):
                         writer.write(action)
@@ -84,7 +89,7 @@ class StubServer:
                         if action == RESET:
                             writer.transport.abort()
                         return
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError) as error:
             if isinstance(error, ConnectionError):
                 self.num_lost += 1
                 self.lost.set()

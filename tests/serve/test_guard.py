@@ -210,6 +210,18 @@ def test_the_limit_on_bodies_is_exact(is_chunked):
         assert answer.headers["connection"] == "close"
 
 
+@pytest.mark.parametrize("length", ["9" * 30, "9" * 5000])
+def test_an_absurd_length_is_too_large(length):
+    (answer,) = asked(ServeSettings(), complete(headers={"Content-Length": length}))
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("length", ["-1", "²".encode("latin-1"), "1e3", ""])
+def test_a_length_that_is_none_is_left_to_the_body(length):
+    (answer,) = asked(ServeSettings(), complete(headers={"Content-Length": length}))
+    assert answer.status_code == 200
+
+
 @contextlib.asynccontextmanager
 async def over_sockets(script, settings):
     """The base URL of the application in a real HTTP server of this event loop."""

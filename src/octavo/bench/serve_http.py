@@ -8,6 +8,7 @@ one stream does not make that of its neighbours look late.
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections import deque
@@ -135,7 +136,7 @@ class ResponseReader:
         self.receiver.head(status, headers)
         if "chunked" in headers.get("transfer-encoding", "").lower():
             self._read = self._read_chunk_size
-        elif headers.get("content-length", "").isdigit():
+        elif re.fullmatch("[0-9]{1,18}", headers.get("content-length", "")):
             self._remaining = int(headers["content-length"])
             self._read = self._read_sized
             if not self._remaining:
@@ -161,12 +162,12 @@ class ResponseReader:
 
     def _read_chunk_size(self, now: float) -> bool:
         end = self._buffer.find(b"\r\n")
-        if end < 0:
+        if end < 0 and len(self._buffer) < MAX_HEAD_BYTES:
             return False
-        try:
-            self._remaining = int(self._buffer[:end].split(b";")[0], 16)
-        except ValueError:
-            raise ResponseError(f"no chunk size: {self._buffer[:end][:80]!r}") from None
+        size = re.match(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?\r\n", self._buffer)
+        if size is None:
+            raise ResponseError(f"no chunk size: {self._buffer[:80]!r}")
+        self._remaining = int(size[1], 16)
         self._buffer = self._buffer[end + 2 :]
         self._read = self._read_chunk if self._remaining else self._read_trailer
         return True

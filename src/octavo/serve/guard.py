@@ -128,7 +128,8 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._max_bytes:
+        # Python turns no more than 4300 digits into a number, and "²" is a digit to it.
+        if re.fullmatch("[0-9]+", length) and (len(length) > 18 or int(length) > self._max_bytes):
             # A client that is still sending would not read the answer, so its body is taken first, unless it
             # waits for a word before it sends.
             if "expect" not in headers:
