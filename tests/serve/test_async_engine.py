@@ -350,6 +350,7 @@ def test_a_stuck_engine_fails_what_runs_and_comes_back_with_its_next_step():
 def test_steps_keep_an_engine_from_being_stuck():
     async def test():
         engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(stuck_s=0.2))
+        await asyncio.sleep(0.3)  # idle: that is not held against it
         submit(engine)
         for _ in range(10):
             await asyncio.sleep(0.05)

@@ -190,17 +190,19 @@ FOLLOW = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
 from helpers import serve_engines
-from helpers.serve import NullListener
+from helpers.serve import NullListener, eventually
 from octavo.config import EngineConfig
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.process import EngineProcess
 from octavo.serve.settings import ServeSettings
 
 async def main():
-    engine = AsyncEngine(ServeSettings(), NullListener())
+    listener = NullListener()
+    engine = AsyncEngine(ServeSettings(), listener)
     build = serve_engines.{build}
     process = EngineProcess(build, EngineConfig(model="scripted"), engine.receive, engine.lost)
     engine.start(process, lambda: None)
+    await eventually(lambda: any(name == "stage" for name, _ in listener.heard), 30)
     print(process.pid, flush=True)
     await asyncio.sleep(60)
 
@@ -215,7 +217,6 @@ def test_the_engine_process_follows_a_front_that_is_killed(build, tmp_path):
     script.write_text(FOLLOW.format(tests=str(Path(__file__).parents[1]), build=build))
     with subprocess.Popen((sys.executable, script), stdout=subprocess.PIPE, text=True) as front:
         pid = int(front.stdout.readline())
-        time.sleep(0.3)
         front.kill()
         front.wait()
     wait_until(lambda: not is_running(pid), 10)
