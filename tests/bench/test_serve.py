@@ -136,9 +136,9 @@ def test_a_stream_is_counted_by_its_usage_and_timed_by_its_pieces():
     assert (answer.num_prompt_tokens, answer.num_output_tokens, answer.num_cached_tokens) == (5, 4, 2)
     assert len(answer.text_s) == 2  # a piece without text is none
     assert answer.ttft_s >= 0.05
-    assert answer.gaps_s[0] >= 0.1
+    assert answer.gaps_s == [answer.text_s[1] - answer.text_s[0]]
     assert answer.tpot_s == pytest.approx(answer.gaps_s[0] / 3)  # of four tokens, three came after the first
-    assert answer.e2e_s >= answer.ttft_s + 0.1
+    assert answer.e2e_s >= 0.15
 
 
 def test_without_usage_pieces_are_counted_and_that_is_said():
