@@ -273,6 +273,19 @@ def test_a_lost_payload_has_the_page_begin_anew(browser: Browser) -> None:
         assert len(engine.cache.block_table(0)) == 4
 
 
+def test_a_page_that_nobody_sees_does_not_watch(browser: Browser) -> None:
+    hide = """(isHidden) => {
+        Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange", { bubbles: true }));
+    }"""
+    with page_server() as server, page_of(browser, server.url) as page:
+        wait_until(lambda: server.link.watching)
+        page.evaluate(hide, True)
+        wait_until(lambda: not server.link.watching)
+        page.evaluate(hide, False)
+        wait_until(lambda: server.link.watching)
+
+
 def test_a_large_cache_shows_its_front_until_it_is_used(browser: Browser) -> None:
     engine = Observed(num_blocks=5000, block_size=1)
     feed = Feed(engine)

@@ -157,6 +157,7 @@ let listening = null; // ends the stream when aborted
 
 async function listen() {
   for (let attempt = 0; ; attempt++) {
+    if (document.hidden) await happening("visibilitychange");
     listening = new AbortController();
     try {
       for await (const { event, data } of events("v1/engine/events", { signal: listening.signal })) {
@@ -175,8 +176,7 @@ async function listen() {
       }
       if (!(error instanceof LostPayload) && error.name !== "AbortError") setState("lost");
     }
-    if (document.hidden) await happening("visibilitychange");
-    else await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(attempt, RETRY_MS.length - 1)]));
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(attempt, RETRY_MS.length - 1)]));
   }
 }
 
