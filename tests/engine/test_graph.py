@@ -299,6 +299,7 @@ def test_changes_bring_a_copy_of_the_table_up_to_date() -> None:
                 seq.num_synced_blocks = 0
             else:
                 table.append(rng.randrange(100))
+            seq.num_covered_tokens = 4 * len(tables[seq.seq_id])
         batches.sync_rows(sequences)
         if rng.random() < 0.5:
             changes = batches.take_changes(torch.device("cpu"))

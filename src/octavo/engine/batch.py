@@ -96,10 +96,13 @@ class BatchBuilder:
     def sync_rows(self, sequences: list[Sequence]) -> None:
         """Bring the rows of these sequences up to date with their block tables."""
         table, changes = self._table, self._changes
+        block_size = self._block_size
         for seq in sequences:
-            blocks = self._block_table_of(seq.seq_id)
-            synced, num_blocks = seq.num_synced_blocks, len(blocks)
-            if synced != num_blocks:
+            synced = seq.num_synced_blocks
+            # Blocks are exchanged only with `num_synced_blocks` put back to 0, so that most need no look-up.
+            if synced * block_size != seq.num_covered_tokens:
+                blocks = self._block_table_of(seq.seq_id)
+                num_blocks = len(blocks)
                 row = table[seq.row]
                 row[synced:num_blocks] = blocks[synced:]
                 if synced == 0:

@@ -54,19 +54,25 @@ class OutputProcessor:
         """Text, stop strings and outputs of the samples that count, which were committed; returns the
         requests with news."""
         changed: dict[str, Request] = {}
-        sequences, token_ids = plan.sampled, sampled.token_ids
+        ended: dict[str, Request] = {}
+        sequences, token_ids, logprobs, errors = (
+            plan.sampled, sampled.token_ids, sampled.logprobs, sampled.errors,
+        )  # fmt: skip
         for j in counting:
-            seq, token_id = sequences[j], token_ids[j]
+            seq = sequences[j]
             request = seq.request
             changed[request.request_id] = request
-            if (error := sampled.errors.get(j)) is not None:
+            if errors and (error := errors.get(j)) is not None:
                 self._fail(seq, error)
-                continue
-            if request.first_token_s is None:
-                request.first_token_s = now
-            self._add_logprobs(seq, sampled.logprobs[j])
-            self._emit(seq, [token_id])
-        self._end_finished(changed.values(), now)
+            else:
+                if request.first_token_s is None:
+                    request.first_token_s = now
+                if logprobs[j] is not None:
+                    self._add_logprobs(seq, logprobs[j])
+                self._emit(seq, [token_ids[j]])
+            if seq.finish_reason is not None:
+                ended[request.request_id] = request
+        self._end_finished(ended.values(), now)
         return list(changed.values())
 
     def fail(self, request: Request, error: str, now: float, *, even_finished: bool = False) -> None:

@@ -36,6 +36,7 @@ class Sequence:
     num_bypassed: how often another was admitted while it stood first in the queue. blocked_at: the
         scheduler's count of releases when it last did not fit; until the next it need not be tried again.
     is_tail_shared: its last, partly filled block may be shared with a sibling, so the next write may copy.
+    forks: it leads an n > 1 request whose prompt is not computed yet.
     grammar: what its output must be, having accepted the tokens so far; None leaves it free.
     needs_last_token: what its next token may be depends on the ids before it, in a way that only the host
         works out (a grammar, penalties): its next step waits until they are known.
@@ -45,6 +46,7 @@ class Sequence:
         "blocked_at",
         "error",
         "finish_reason",
+        "forks",
         "grammar",
         "index",
         "is_tail_shared",
@@ -89,6 +91,7 @@ class Sequence:
         self.row = -1
         self.is_tail_shared = False
         self.needs_last_token = request.needs_last_token
+        self.forks = index == 0 and not request.is_forked
         self.num_bypassed = 0
         self.blocked_at = -1
         self.finish_reason: FinishReason | None = None

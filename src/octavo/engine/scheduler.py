@@ -221,6 +221,7 @@ class Scheduler:
     def _schedule_decodes(self, plan: Schedule) -> None:
         running = self.running
         sequences = plan.sequences
+        has_forks = False
         i = 0
         while i < len(running):  # preemption pops from the end, never from what was passed already
             seq = running[i]
@@ -237,10 +238,15 @@ class Scheduler:
                 if seq.is_tail_shared and not self._unshare_tail(seq, plan):
                     break
                 sequences.append(seq)
+                has_forks = has_forks or seq.forks
             i += 1
         plan.num_new_tokens = [1] * len(sequences)
-        for row, seq in enumerate(sequences):
-            self._sample_from(plan, seq, row)
+        if has_forks:
+            for row, seq in enumerate(sequences):
+                self._sample_from(plan, seq, row)
+        else:
+            plan.sampled = sequences.copy()
+            plan.sampled_rows = list(range(len(sequences)))
 
     def _schedule_chunks(self, plan: Schedule, budget: int) -> int:
         for seq in self.running:
@@ -326,6 +332,7 @@ class Scheduler:
         """The prompt is computed: followers get the leader's blocks; the partly filled last one is shared."""
         request = leader.request
         request.is_forked = True
+        leader.forks = False
         leader.is_tail_shared = leader.num_computed_tokens % self.block_size != 0
         for follower in request.sequences[1:]:
             self.cache.fork(leader.seq_id, follower.seq_id)

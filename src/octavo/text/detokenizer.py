@@ -43,6 +43,9 @@ class Detokenizer:
         """The text that these further ids make certain; may be empty."""
         if self._rule.byte_level:
             piece = self._pieces.piece
+            if isinstance(token_ids, list) and len(token_ids) == 1:  # nearly every call
+                only = piece(token_ids[0])
+                return self._decode(self._pending + only if only else self._pending, final=False)  # type: ignore[operator]  # byte-level pieces are bytes
             parts = [self._pending, *(part for id_ in token_ids if (part := piece(id_)) is not None)]
             return self._decode(b"".join(parts), final=False)  # type: ignore[arg-type]  # byte-level pieces are bytes
         return self._strip("".join(self._push_pieces(token_ids)))
