@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +320,102 @@ def test_a_refusal_is_short_whatever_the_value(key: str) -> None:
 def test_a_config_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     assert load_config(ModelSource("folder", tmp_path, "x")) == config_of()
+
+
+MOE: dict[str, Any] = {
+    **BASE,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, (True, True, True, True)),
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"mlp_only_layers": [0, 3]}, (False, True, True, False)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (False, False, False, True)),
+        ({"decoder_sparse_step": 5}, (False, False, False, False)),
+        ({"mlp_only_layers": None}, (True, True, True, True)),
+        ({"model_type": "mixtral", "decoder_sparse_step": 2}, (True, True, True, True)),
+    ],
+)
+def test_which_layers_have_experts(changes: dict[str, Any], layers: tuple[bool, ...]) -> None:
+    experts = ModelConfig.from_hf({**MOE, **changes}).experts
+    assert experts is not None
+    assert experts.layers == layers
+
+
+def test_experts_of_each_architecture() -> None:
+    qwen3 = ModelConfig.from_hf(MOE).experts
+    assert qwen3 is not None
+    assert (qwen3.num_experts, qwen3.num_per_token, qwen3.intermediate_size) == (8, 2, 96)
+    assert (qwen3.normalised, qwen3.shared_size) == (False, 0)
+    renamed = {key: value for key, value in MOE.items() if key != "num_experts"} | {"num_local_experts": 6}
+    local = ModelConfig.from_hf(renamed).experts
+    assert local is not None
+    assert local.num_experts == 6
+    qwen2 = ModelConfig.from_hf({**MOE, "model_type": "qwen2_moe", "norm_topk_prob": True}).experts
+    assert qwen2 is not None
+    assert (qwen2.normalised, qwen2.shared_size) == (True, 5632)
+    mixtral = ModelConfig.from_hf({**MOE, "model_type": "mixtral"}).experts
+    assert mixtral is not None
+    assert (mixtral.intermediate_size, mixtral.normalised) == (3072, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_experts_per_tok": 9},
+            r"per_tok \(9\) must be at most the number of experts \(8\)",
+        ),
+        ({"num_experts_per_tok": 0}, "num_per_token of the experts must be at least 1, got 0"),
+        ({"num_experts": 0}, "num_experts of the experts must be at least 1, got 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1, got 0"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layer numbers, got 'all'"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layer numbers"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "layer_types must say in which layers"),
+    ],
+)
+def test_experts_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_hf({**MOE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+             "vocab_size": 50257},
+            124_439_808,
+        ),
+        (
+            {**MOE, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+             "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+             "moe_intermediate_size": 768, "vocab_size": 151936},
+            30_532_122_624,
+        ),
+        (
+            {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+             "num_hidden_layers": 32, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "vocab_size": 32000},
+            46_702_792_704,
+        ),
+    ],
+    ids=["gpt2", "qwen3-30b-a3b", "mixtral-8x7b"],
+)  # fmt: skip
+def test_a_published_model_has_the_published_number_of_parameters(
+    config: dict[str, Any], parameters: int
+) -> None:
+    model = ModelConfig.from_hf(config)
+    network = importlib.import_module(f"octavo.models.{model.network}")
+    shapes = dict(network.tensor_shapes(model))
+    if not model.tie_word_embeddings:
+        shapes[network.HEAD] = (model.vocab_size, model.hidden_size)
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameters

@@ -177,7 +177,9 @@ def test_an_unknown_dtype_is_a_config_error() -> None:
 @pytest.mark.parametrize(
     ("name", "kib"),
     [("qwen3-0.6b", 112), ("qwen3-1.7b", 112), ("qwen3-4b", 144), ("qwen3-8b", 144), ("qwen3-14b", 160),
-     ("qwen3-32b", 256), ("llama-3-8b", 128), ("llama-3-70b", 320), ("llama-3.2-1b", 32),
+     ("qwen3-32b", 256), ("qwen3-30b-a3b", 96), ("qwen3-235b-a22b", 188), ("qwen1.5-moe-a2.7b", 192),
+     ("mixtral-8x7b-v0.1", 128), ("mixtral-8x22b-v0.1", 224), ("distilgpt2", 18), ("llama-3-8b", 128),
+     ("llama-3-70b", 320), ("llama-3.2-1b", 32),
      ("llama-3.2-3b", 112), ("smollm2-135m", 22.5), ("smollm2-360m", 40), ("smollm2-1.7b", 192), ("gpt2", 36),
      ("gpt2-medium", 96), ("gpt2-large", 180), ("gpt2-xl", 300), ("mistral-7b-v0.1", 128),
      ("gemma-2-9b", 336), ("gemma-3-27b", 496), ("deepseek-v3", 68.625)],

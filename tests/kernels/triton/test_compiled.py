@@ -146,6 +146,18 @@ def test_attention_multiplies_in_matrix_units(arch: int, compiled: Compiled) -> 
     assert_no_kernel_is(low_precision, lambda one: count(one, instruction) == 0, "_prefill", "attend")
 
 
+def test_experts_multiply_in_matrix_units_and_fetch_ahead(arch: int, compiled: Compiled) -> None:
+    calls = {
+        call: result
+        for call, result in compiled.items()
+        if call.startswith("experts") and not call.endswith("fp32")
+    }
+    assert_no_kernel_is(calls, lambda one: count(one, "H?G?MMA") == 0 or count(one, "LDGSTS|UTMALDG") == 0)
+    if arch == 90:
+        many = {call: result for call, result in calls.items() if call.endswith("many")}
+        assert_no_kernel_is(many, lambda one: count(one, "HGMMA") == 0)
+
+
 def test_keys_and_values_are_fetched_ahead(compiled: Compiled) -> None:
     """By asynchronous copies into shared memory, or by the copy engine."""
     assert_no_kernel_is(
@@ -170,5 +182,5 @@ def test_memory_is_moved_8_or_16_bytes_at_a_time(compiled: Compiled) -> None:
     assert_no_kernel_is(
         compiled,
         lambda one: count(one, r"LDG\S*(128|64)") == 0 or count(one, r"STG\S*(128|64)") == 0,
-        "_write", "_norm", "_rotate", "_rotate_and_write", "_silu_and_mul",
+        "_write", "_norm", "_rotate", "_rotate_and_write", "_silu_and_mul", "_gelu_tanh",
     )  # fmt: skip
