@@ -18,7 +18,9 @@ import statistics
 import sys
 from pathlib import Path
 
-from octavo.bench import serve_null, serve_scripted
+import serve_scripted
+
+from octavo.bench import serve_null
 from octavo.bench.report import Row, hardware_slug, write_result
 from octavo.bench.serve import Target, run_load
 from octavo.bench.serve_calls import Arrivals, Lengths, Mix

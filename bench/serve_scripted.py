@@ -1,8 +1,8 @@
 """The real server around an engine that costs nothing: what HTTP, the pipe and the front add to a token.
 
 One process serves as `octavo serve` does; the engine process gives every running request one token at each
-tick, and the token's text is the time at which it was made (`time.perf_counter()`). Run as
-``python -m octavo.bench.serve_scripted``.
+tick, and the token's text is the time at which it was made (`time.perf_counter()`). `bench/serve_front.py`
+starts it.
 """
 
 from __future__ import annotations
@@ -168,14 +168,8 @@ async def serve(model: str, interval_s: float, num_groups: int = 1) -> None:
 @contextlib.contextmanager
 def running(interval_s: float, num_groups: int = 1, model: str = "smollm2-135m") -> Iterator[str]:
     """Such a server in processes of its own; its base URL."""
-    command: tuple[str, ...] = (
-        sys.executable,
-        "-m",
-        "octavo.bench.serve_scripted",
-        "--interval",
-        str(interval_s),
-    )
-    command += ("--groups", str(num_groups), "--model", model)
+    options = ("--interval", str(interval_s), "--groups", str(num_groups), "--model", model)
+    command = (sys.executable, __file__, *options)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -185,7 +179,7 @@ def running(interval_s: float, num_groups: int = 1, model: str = "smollm2-135m")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m octavo.bench.serve_scripted", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="its tokenizer and chat template are used")
     parser.add_argument("--interval", type=float, default=0.05, help="seconds between tokens")
     parser.add_argument("--groups", type=int, default=1, help="spread the streams' tokens over the interval")
