@@ -96,6 +96,12 @@ def test_items_of_a_turn_are_one_message() -> None:
     ]
 
 
+def test_a_turn_of_reasoning_without_text_is_a_turn() -> None:
+    assert as_chat([{"type": "reasoning", "summary": []}]) == [
+        {"role": "assistant", "content": "", "reasoning_content": ""}
+    ]
+
+
 def test_options_mean_what_they_mean_in_a_chat() -> None:
     schema = {"type": "object", "properties": {}}
     body = ResponsesRequest.model_validate(

@@ -187,7 +187,8 @@ def _template_message(message: Message) -> dict[str, Any]:
     content = message.content
     if content is None and message.refusal is not None:
         content = message.refusal
-    if content is None and message.role == "assistant" and (message.reasoning_content or message.reasoning):
+    has_reasoned = (message.reasoning_content, message.reasoning) != (None, None)
+    if content is None and message.role == "assistant" and has_reasoned:
         content = ""  # an answer that ended while it reasoned
     if isinstance(content, list):
         plain["content"] = [
