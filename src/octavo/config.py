@@ -58,6 +58,7 @@ class EngineConfig:
         which are refused with it.
     tensor_parallel_size: 1 is the only value so far.
     trace: file that receives one JSON line per step.
+    profile: file that receives where the time of each step went, as a Chrome trace.
     """
 
     model: str
@@ -84,6 +85,7 @@ class EngineConfig:
     deterministic: bool = False
     tensor_parallel_size: int = 1
     trace: str | os.PathLike[str] | None = None
+    profile: str | os.PathLike[str] | None = None
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], **options: Any) -> EngineConfig:
@@ -129,9 +131,10 @@ class EngineConfig:
         share = self.max_prefill_share
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"max_prefill_share must be above 0 and at most 1, got {share!r}")
-        trace = self.trace
-        if trace is not None and not (isinstance(trace, str | os.PathLike) and os.fspath(trace)):
-            raise ConfigError(f"trace must be the path of a file to write, got {self.trace!r}")
+        for name in ("trace", "profile"):
+            path = getattr(self, name)
+            if path is not None and not (isinstance(path, str | os.PathLike) and os.fspath(path)):
+                raise ConfigError(f"{name} must be the path of a file to write, got {path!r}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give only one of them")
         if self.tensor_parallel_size != 1:

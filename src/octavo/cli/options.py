@@ -60,6 +60,7 @@ class EngineOptions:
     ] = False
     num_threads: Annotated[int | None, _engine("CPU threads; default: all cores.")] = None
     trace: Annotated[str | None, _engine("Write one JSON line per engine step to this file.")] = None
+    profile: Annotated[str | None, _engine("Write a Chrome trace of every step to this file.")] = None
 
     def llm_kwargs(self) -> dict[str, Any]:
         """The arguments for `LLM(model, **kwargs)`: only what was said."""

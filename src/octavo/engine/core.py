@@ -29,6 +29,7 @@ from octavo.cache.manager import KVCacheManager
 from octavo.config import EngineConfig
 from octavo.engine.grammar import GrammarCompiler
 from octavo.engine.output import OutputProcessor
+from octavo.engine.profile import Span, StepProfile, no_span
 from octavo.engine.request import Request
 from octavo.engine.runner import ModelRunner, PendingStep
 from octavo.engine.schedule import Schedule
@@ -78,6 +79,11 @@ class Engine:
         self.output = OutputProcessor(scheduler, tokenizer)
         self.grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
         self.trace = StepTrace(config.trace, self.cache) if config.trace else None
+        self.profile = StepProfile(config.profile) if config.profile else None
+        self._span: Span = no_span
+        if self.profile is not None:
+            self._span = self.profile.span
+            runner.profile(self.profile)
         self._clock = clock
         self._arrivals = itertools.count()
         self._next_seq_id = 0
@@ -205,7 +211,8 @@ class Engine:
                 scheduler.may_preempt() or 2 * scheduler.num_needing_ids >= len(scheduler.running) > 0
             ):
                 return
-            plan = scheduler.schedule()
+            with self._span("schedule"):
+                plan = scheduler.schedule()
             if plan is None:
                 return
             self._launch(plan, began)
@@ -216,11 +223,13 @@ class Engine:
                 seq.request.first_scheduled_s = began
         record = self.trace.begin(plan) if self.trace else None
         self._launching = plan
-        pending = self.runner.launch(plan)
+        with self._span("launch"):
+            pending = self.runner.launch(plan)
         self._launching = None
         self._num_prompt_tokens += plan.num_prompt_tokens
         self._num_hit_tokens += plan.num_hit_tokens
-        self.scheduler.advance(plan)
+        with self._span("advance"):
+            self.scheduler.advance(plan)
         self._under_way.append(_StepUnderWay(plan, pending, record))
         self._is_steady = plan.num_decode_rows == plan.num_tokens == len(self.scheduler.running)
 
@@ -228,10 +237,13 @@ class Engine:
         """Take in the oldest step under way."""
         self._collecting = [step.plan for step in self._under_way]
         step = self._under_way.popleft()
-        sampled = step.pending.collect()
+        with self._span("wait for tokens"):
+            sampled = step.pending.collect()
         self._collecting = None
-        counting = self.scheduler.commit(step.plan, sampled.token_ids)
-        changed = self.output.process(step.plan, sampled, counting, self._clock())
+        with self._span("commit"):
+            counting = self.scheduler.commit(step.plan, sampled.token_ids)
+        with self._span("output"):
+            changed = self.output.process(step.plan, sampled, counting, self._clock())
         self._num_output_tokens += len(counting) - sum(j in sampled.errors for j in counting)
         if not self.scheduler.has_work:
             self._under_way.clear()  # steps that ran ahead, past the end of all
@@ -337,6 +349,8 @@ class Engine:
         self.grammars.close()
         if self.trace:
             self.trace.close()
+        if self.profile:
+            self.profile.close()
         self.runner.close()
         self._is_closed = True
 

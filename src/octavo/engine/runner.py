@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from octavo.cache.storage import KVCache
 from octavo.engine.batch import BatchBuilder
+from octavo.engine.device_profile import DeviceProfile
 from octavo.engine.graph import Capture, DecodeGraphs
+from octavo.engine.profile import Span, StepProfile, no_span
 from octavo.engine.sampler import NOTHING_DRAWN, Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
 from octavo.engine.warm_up import SAMPLING, Shape, empty_step, sequences
@@ -42,6 +44,8 @@ class ModelRunner:
         # that only fill up a step.
         self._last_token_ids = torch.zeros(batches.num_rows + 1, dtype=torch.int64, device=self.device)
         self._graphs: DecodeGraphs | None = None
+        self._span: Span = no_span
+        self._device_profile: DeviceProfile | None = None
         self._torch_threads = None
         if self.device.type == "cpu":
             # torch's threads and ours would fight over the cores: torch gets them only for its own products.
@@ -75,6 +79,14 @@ class ModelRunner:
         with self._running():
             self._graphs.prepare()
 
+    def profile(self, profile: StepProfile) -> None:
+        """From now on tell `profile` where a launch spends its time and, on a GPU, how long each step ran."""
+        self._span = profile.span
+        if self.device.type == "cuda":
+            cuda: Any = torch.cuda
+            with cuda.device(self.device):
+                self._device_profile = DeviceProfile(profile, lambda: cuda.Event(enable_timing=True))
+
     def close(self) -> None:
         """Let go of model and cache; a GPU's memory goes back to the system. Nothing can run afterwards."""
         del self.model, self.kv_cache, self.sampler, self._graphs
@@ -89,6 +101,8 @@ class ModelRunner:
         step may be launched before this one is collected.
         """
         with self._running():
+            if self._device_profile is not None:
+                return self._device_profile.around(lambda: self._launch(plan))
             return self._launch(plan)
 
     @contextmanager
@@ -105,22 +119,26 @@ class ModelRunner:
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
         if self._graphs is not None:
-            drawn = self._graphs.launch(plan)
+            with self._span("graph"):
+                drawn = self._graphs.launch(plan)
             if drawn is not None:
                 return drawn
             self._graphs.forget()
-        batch = self.batches.build(plan)
-        if len(batch.unknown):
-            known_by_now = self._last_token_ids.index_select(0, batch.unknown_rows)
-            batch.input_ids.index_copy_(0, batch.unknown, known_by_now)
-        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache.layers, batch.metadata)
+        with self._span("build and upload"):
+            batch = self.batches.build(plan)
+            if len(batch.unknown):
+                known_by_now = self._last_token_ids.index_select(0, batch.unknown_rows)
+                batch.input_ids.index_copy_(0, batch.unknown, known_by_now)
+        with self._span("model"):
+            hidden = self.model(batch.input_ids, batch.positions, self.kv_cache.layers, batch.metadata)
         self._collect_prompt_logprobs(plan, hidden)
         if not plan.sampled:
             return NOTHING_DRAWN
-        logits = self.model.compute_logits(hidden[batch.logits_rows])
-        drawn = self.sampler.launch(logits, plan.sampled)
-        # A row in error has no token, and may be computed on before that is known.
-        self._last_token_ids.index_copy_(0, batch.sampled_rows, drawn.token_ids.clamp_min(0))
+        with self._span("logits and sampling"):
+            logits = self.model.compute_logits(hidden[batch.logits_rows])
+            drawn = self.sampler.launch(logits, plan.sampled)
+            # A row in error has no token, and may be computed on before that is known.
+            self._last_token_ids.index_copy_(0, batch.sampled_rows, drawn.token_ids.clamp_min(0))
         return drawn
 
     def _collect_prompt_logprobs(self, plan: Schedule, hidden: torch.Tensor) -> None:
