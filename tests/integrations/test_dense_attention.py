@@ -156,3 +156,25 @@ def test_a_compiled_decoding_step_is_one_graph():
         got = model.generate(**inputs, generation_config=config)
     assert got.tolist() == want.tolist()
     assert ran.call_count == 6 * 2
+
+
+def test_a_whole_forward_compiles_with_and_without_padding_and_gradients():
+    """Where nothing can be read while it is traced, padding and windows are sdpa's dense mask."""
+    torch._dynamo.reset()
+    model = tiny_model("mistral-window", num_hidden_layers=1)
+    inputs = padded(prompts(5, 11, 3))
+    hole = inputs["attention_mask"].clone()
+    hole[1, 4] = 0
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for mask in (inputs["attention_mask"], hole, torch.ones_like(hole)):
+            arguments = {"input_ids": inputs["input_ids"], "attention_mask": mask, "use_cache": False}
+            want = model(**arguments).logits[mask == 1]
+            got = compiled(**arguments).logits[mask == 1]
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        alone = {"input_ids": inputs["input_ids"], "use_cache": False}
+        torch.testing.assert_close(compiled(**alone).logits, model(**alone).logits, rtol=1e-4, atol=1e-4)
+    want = model(**inputs, labels=inputs["input_ids"]).loss
+    got = compiled(**inputs, labels=inputs["input_ids"]).loss
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    got.backward()

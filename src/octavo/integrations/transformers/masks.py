@@ -57,26 +57,26 @@ def octavo_mask(
     if mask_function is masking_utils.bidirectional_mask_function:
         return dense()
     is_understood, window = _causal_window(mask_function)
+    if attention_mask is not None and (torch.compiler.is_compiling() or _is_capturing(device)):
+        is_understood = False  # where padding is cannot be read here
     if not is_understood:
-        say_once("octavo: masks other than causal and sliding ones are made dense and computed by sdpa")
+        if not torch.compiler.is_compiling():
+            say_once("octavo: masks other than causal and sliding ones are made dense and computed by sdpa")
         return dense()
     num_keys = q_offset + q_length - kv_offset
     leftpad = None
     if attention_mask is not None:
         seen = attention_mask[:, kv_offset : kv_offset + kv_length]
         first = torch.where(seen.any(-1), seen.int().argmax(-1), seen.shape[1])
-        if torch.compiler.is_compiling() or _is_capturing(device):
-            leftpad = first  # nothing may be read here: padding in the middle goes unseen
-        else:
-            last = seen.shape[1] - seen.flip(-1).int().argmax(-1)
-            total = seen.sum(-1)
-            at_the_ends = (total == last - first) | (total == 0)
-            # One wait for the device in a forward, which sdpa's mask takes, too.
-            is_at_the_ends, is_padded = torch.stack([at_the_ends.all(), first.any()]).tolist()
-            if not is_at_the_ends:
-                say_once("octavo: padding between tokens (was the prompt padded on the right?) goes to sdpa")
-                return dense()
-            leftpad = first if is_padded else None
+        last = seen.shape[1] - seen.flip(-1).int().argmax(-1)
+        total = seen.sum(-1)
+        at_the_ends = (total == last - first) | (total == 0)
+        # One wait for the device in a forward, which sdpa's mask takes, too.
+        is_at_the_ends, is_padded = torch.stack([at_the_ends.all(), first.any()]).tolist()
+        if not is_at_the_ends:
+            say_once("octavo: padding between tokens (was the prompt padded on the right?) goes to sdpa")
+            return dense()
+        leftpad = first if is_padded else None
     if leftpad is None and isinstance(num_keys, int):
         return plans.unpadded(batch_size, q_length, num_keys, kv_length, window, device)
 
@@ -102,6 +102,8 @@ def _causal_window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]
     """(True, None) for a causal mask, (True, window) for a sliding one, (False, None) for any other."""
     if mask_function is masking_utils.causal_mask_function:
         return True, None
+    if torch.compiler.is_compiling():  # it does not look into closures
+        return False, None
     if getattr(mask_function, "__code__", None) is _AND_CODE:
         parts = _free(mask_function, "mask_functions")
         if len(parts) == 2 and parts[1] is masking_utils.causal_mask_function:

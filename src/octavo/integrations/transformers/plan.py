@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 _ATTRIBUTE = "octavo_plan"
+_Make = TypeVar("_Make", bound=Callable[..., Any])
 
 
 class Plan:
@@ -130,8 +131,7 @@ def from_rows(
 
 def make_rows(batch: int, num_queries: int, num_keys: int | Tensor, device: torch.device) -> Tensor:
     """The tensor of a batch without padding, in one launch."""
-    make: Callable[..., tuple[Tensor, Tensor]] = _for_rows(_template, device)
-    by_query, by_key = make(batch, num_queries, device, torch.is_inference_mode_enabled())
+    by_query, by_key = _remembered(_template, device)(batch, num_queries, device)
     if isinstance(num_keys, int):
         return torch.add(by_query, by_key, alpha=num_keys)
     return (by_query + by_key * num_keys).to(torch.int32)
@@ -147,31 +147,29 @@ def unpadded(
     is_causal: bool = True,
 ) -> Tensor:
     """The plan, as a mask, of a batch without padding whose lengths the host knows."""
-    make: Callable[..., Tensor] = _for_rows(_unpadded, device)
-    return make(
-        batch, num_queries, num_keys, num_slots, window, device, is_causal, torch.is_inference_mode_enabled()
-    )
+    return _remembered(_unpadded, device)(batch, num_queries, num_keys, num_slots, window, device, is_causal)
 
 
-def _for_rows(make: Any, device: torch.device) -> Any:
-    """`make`, or what remembers its results: not under capture, where memory is the graph's."""
+def _remembered(make: _Make, device: torch.device) -> _Make:
+    """`make` with its last results kept; not under capture, where memory is the graph's."""
     if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return make.__wrapped__
-    return make
+        return make
+    return cast(_Make, _memory(make, torch.is_inference_mode_enabled()))
 
 
-# Tensors made in inference mode stay in it, hence the last argument of both.
-@functools.lru_cache(maxsize=16)
-def _template(
-    batch: int, num_queries: int, device: torch.device, is_inference: bool
-) -> tuple[Tensor, Tensor]:
+@functools.cache
+def _memory(make: Callable[..., Any], is_inference: bool) -> Callable[..., Any]:
+    """One for each mode: tensors made in inference mode stay in it."""
+    return functools.lru_cache(maxsize=16)(make)
+
+
+def _template(batch: int, num_queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
     count = torch.arange(batch + 1, dtype=torch.int32, device=device)
     zeros = torch.zeros_like(count)
     by_query = torch.stack([count * num_queries, zeros, zeros])[None, None]
     return by_query, torch.stack([zeros, count, zeros])[None, None]
 
 
-@functools.lru_cache(maxsize=16)
 def _unpadded(
     batch: int,
     num_queries: int,
@@ -180,7 +178,6 @@ def _unpadded(
     window: int | None,
     device: torch.device,
     is_causal: bool,
-    is_inference: bool,
 ) -> Tensor:
     is_full = num_keys == num_slots
     rows = make_rows(batch, num_queries, num_keys, device)
