@@ -12,7 +12,7 @@ from helpers.tokenizers_by_hand import byte_level, smollm2_path
 
 from octavo.engine.grammar import GrammarCompiler, fill_masks
 from octavo.models.source import ModelSource
-from octavo.sampling_params import StructuredOutput
+from octavo.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutput
 from octavo.serve.api_errors import ApiError
 from octavo.serve.chat_grammar import CallRules, constraint
 from octavo.serve.chat_protocol import FunctionDefinition
@@ -140,12 +140,10 @@ def test_where_calls_are_bound_text_stays_free(calls: CallRules, more_than_one: 
         assert not fits(output, text), text
 
 
-def test_parameters_that_are_no_schema_are_told_by_function() -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(2000):
-        deep = {"properties": {"a": deep}}
+def test_parameters_that_no_grammar_can_hold_are_told_by_function() -> None:
+    long = FunctionDefinition(name="f", parameters={"title": "x" * MAX_GRAMMAR_CHARS})
     with pytest.raises(ApiError, match="tools: the parameters of 'f' cannot be kept to") as caught:
-        constraint(None, rules(FunctionDefinition(name="f", parameters=deep)), None)
+        constraint(None, rules(long), None)
     assert (caught.value.status, caught.value.param) == (400, "tools")
 
 

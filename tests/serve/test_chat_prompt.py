@@ -141,6 +141,9 @@ NAMED = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NAMED]
 
 
+LONG = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"title": "a" * 10**5}}}
+
+
 def allowed(mode: str, *names: str) -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
@@ -185,6 +188,21 @@ def test_tool_choice_none_keeps_tools_from_the_model_and_calls_from_being_read()
         ({"tool_choice": "required"}, "only for requests with tools", "tool_choice"),
         ({"tool_choice": NAMED, "tools": [WEATHER]}, r"names 'now', .* \(weather\)", "tool_choice"),
         ({"tool_choice": allowed("auto", "x"), "tools": TOOLS}, "names 'x'", "tool_choice"),
+        (
+            {"structured_outputs": {"regex": "a" * 10**6}},
+            "structured_outputs: regex has",
+            "structured_outputs",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 10**6}}}},
+            "response_format: json_schema has",
+            "response_format",
+        ),
+        (
+            {"tools": [LONG, {"type": "function", "function": {**LONG["function"], "name": "g"}}]},
+            "tools: lark has",
+            "tools",
+        ),
         ({"tools": [WEATHER, WEATHER]}, "two functions are named 'weather'", "tools"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "cannot bring a template", "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "field of the request itself", "chat_template_kwargs"),

@@ -74,15 +74,18 @@ async def prepare_chat(
         reasons = reasoning.prompt_opens_reasoning(prompt)
     answer_format = AnswerFormat(reasons, has_tools=calls is not None)
     expects_reasoning = None if reasoning.prompt_closes_reasoning(prompt) else reasons
-    more: dict[str, Any] = {
-        "structured_output": constraint(structured_output(body), calls, expects_reasoning)
-    }
-    if body.skip_special_tokens is None and _hides_tags(tokenizer, answer_format):
-        more["skip_special_tokens"] = False
-    params = to_sampling_params(body, engine.model, **more)
     bound_by = "structured_outputs" if body.structured_outputs is not None else format_field
     if calls is not None and not calls.is_free:
         bound_by = "tools"
+    try:
+        more: dict[str, Any] = {
+            "structured_output": constraint(structured_output(body), calls, expects_reasoning)
+        }
+    except RequestError as error:
+        raise ApiError(400, f"{bound_by}: {error}", param=bound_by) from error
+    if body.skip_special_tokens is None and _hides_tags(tokenizer, answer_format):
+        more["skip_special_tokens"] = False
+    params = to_sampling_params(body, engine.model, **more)
     return PreparedChat(prompt, token_ids, params, answer_format, bound_by)
 
 
@@ -203,7 +206,9 @@ def num_characters(body: ChatRequest) -> int:
         else:
             num += len(message.content or "")
         num += sum(len(call.function.arguments) for call in message.tool_calls or ())
-    return num + 500 * len(body.tools or ())
+    for tool in body.tools or ():
+        num += len(tool.function.description or "") + len(str(tool.function.parameters))
+    return num + len(str(body.documents or "")) + len(str(body.chat_template_kwargs or ""))
 
 
 def _reasons(tokenizer: Tokenizer, settings: ServeSettings) -> bool:
