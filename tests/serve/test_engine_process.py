@@ -5,7 +5,6 @@ import threading
 
 import pytest
 from helpers.core import answer, letters, make_engine
-from helpers.serve_engines import RAISES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +28,8 @@ from octavo.serve.messages import (
 )
 
 STATS = EngineStats(*range(11))
+RAISES = 5
+"""A prompt that begins with this id makes its steps raise."""
 
 
 class Front:
@@ -67,7 +68,7 @@ class Front:
 def front():
     """The front of a loop that runs once its `thread` is started; it must end when it is told to."""
     ours, theirs = socket.socketpair()
-    engine = make_engine(poison={RAISES: "raise"})
+    engine = make_engine(poison={RAISES: "raise"}, max_model_len=2000, num_blocks=600)
     channel = EngineChannel(theirs)
     thread = threading.Thread(target=EngineLoop(engine, channel).run)
     front = Front(ours)
@@ -130,7 +131,7 @@ def test_all_that_waits_is_taken_before_a_step(front):
 def test_what_the_engine_refuses_is_refused_alone(front):
     good = SamplingParams(max_tokens=2)
     front.send(
-        Submit("long", [1] * 500, good),
+        Submit("long", [1] * 2000, good),
         Submit("bad id", [1, 99], good),
         Submit("stop", [1], SamplingParams(stop_token_ids=[1000])),
         Submit("good", [1], good),
@@ -141,7 +142,7 @@ def test_what_the_engine_refuses_is_refused_alone(front):
     assert {id_: message.kind for id_, message in refused.items()} == dict.fromkeys(
         ("long", "bad id", "stop"), "RequestError"
     )
-    assert "prompt has 500 tokens" in refused["long"].message
+    assert "prompt has 2000 tokens" in refused["long"].message
     assert Accepted(("good",)) in seen
     assert items(seen, "good")[-1].output.finish_reason == "length"
 
@@ -159,14 +160,14 @@ def test_a_submission_nobody_thought_of_harms_nobody(front):
 
 def test_an_abort_is_answered_with_the_output_so_far_and_frees_the_blocks(front):
     front.thread.start()
-    front.send(Submit("a", [1, 2, 3], SamplingParams(max_tokens=150), stream=True))
+    front.send(Submit("a", [1, 2, 3], SamplingParams(max_tokens=1900, ignore_eos=True), stream=True))
     front.receive()
     front.receive()
     front.send(Abort("a"), Abort("a"), Abort("nobody"))
     seen = front.until("a")
     output = items(seen, "a")[-1].output
     assert output.finish_reason == "abort"
-    assert 0 < len(output.token_ids) < 150
+    assert 0 < len(output.token_ids) < 1900
     last = seen[-1]
     assert (last.stats.num_owned_blocks, last.stats.num_running, last.num_tokens) == (0, 0, 0)
 
@@ -177,7 +178,7 @@ def test_a_step_that_raises_ends_what_ran_in_it_and_nothing_else(front):
     seen = front.until("bad")
     output = items(seen, "bad")[-1].output
     assert (output.finish_reason, output.error) == ("error", "the step failed: ZeroDivisionError: boom")
-    front.send(Submit("good", [1], SamplingParams(max_tokens=3, seed=4)))
+    front.send(Submit("good", [1], SamplingParams(max_tokens=3, seed=4, ignore_eos=True)))
     assert items(front.until("good"), "good")[-1].output.token_ids == answer([1], 3, 4)
 
 

@@ -101,23 +101,6 @@ def test_an_engine_that_exits_by_itself_is_dead(tmp_path):
     run(test())
 
 
-def test_a_step_that_raises_once_costs_its_own_requests_only():
-    async def test():
-        engine, _ = await real_engine(serve_engines.scripted)
-        await engine.until_ready()
-        params = SamplingParams(max_tokens=3)
-        bad = engine.submit([serve_engines.RAISES], params, request_id="bad")
-        output = await bad.result()
-        assert output.finish_reason == "error"
-        assert "ZeroDivisionError" in output.error
-        good = engine.submit([1, 2], params, request_id="good")
-        assert (await good.result()).finish_reason == "length"
-        assert engine.state == "ready"
-        await engine.close()
-
-    run(test())
-
-
 def test_a_step_that_hangs_makes_the_engine_stuck_until_it_goes_on(tmp_path):
     async def test():
         settings = ServeSettings(stuck_s=0.3)
@@ -204,7 +187,7 @@ async def main():
     engine.start(process, lambda: None)
     await eventually(lambda: any(name == "stage" for name, _ in listener.heard), 30)
     print(process.pid, flush=True)
-    await asyncio.sleep(60)
+    {then}
 
 if __name__ == "__main__":
     asyncio.run(main())
@@ -214,12 +197,22 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("build", ["scripted", "endless"])
 def test_the_engine_process_follows_a_front_that_is_killed(build, tmp_path):
     script = tmp_path / "front.py"
-    script.write_text(FOLLOW.format(tests=str(Path(__file__).parents[1]), build=build))
+    tests = str(Path(__file__).parents[1])
+    script.write_text(FOLLOW.format(tests=tests, build=build, then="await asyncio.sleep(60)"))
     with subprocess.Popen((sys.executable, script), stdout=subprocess.PIPE, text=True) as front:
         pid = int(front.stdout.readline())
         front.kill()
         front.wait()
     wait_until(lambda: not is_running(pid), 10)
+
+
+def test_a_front_that_fails_without_closing_its_engine_ends_it(tmp_path):
+    script = tmp_path / "front.py"
+    tests = str(Path(__file__).parents[1])
+    script.write_text(FOLLOW.format(tests=tests, build="scripted", then="1 / 0"))
+    done = subprocess.run((sys.executable, script), capture_output=True, text=True, check=False, timeout=30)
+    assert "ZeroDivisionError" in done.stderr
+    wait_until(lambda: not is_running(int(done.stdout)), 10)
 
 
 # The server
