@@ -12,9 +12,19 @@ from octavo.errors import ConfigError
 
 def test_a_device_that_was_left_open_is_filled_in() -> None:
     config = EngineConfig(model="m", kv_cache_dtype="fp8", dtype="float32")
-    assert config.on_device("cuda") == config.replace(device="cuda", overlap=True)
+    filled = {"device": "cuda", "overlap": True, "max_num_batched_tokens": 8192}
+    assert config.on_device("cuda") == config.replace(**filled)
     config = EngineConfig(model="m", quantization="int8", num_threads=2)
-    assert config.on_device("cpu") == config.replace(device="cpu", overlap=False)
+    filled = {"device": "cpu", "overlap": False, "max_num_batched_tokens": 512}
+    assert config.on_device("cpu") == config.replace(**filled)
+    assert config.replace(max_num_batched_tokens=7).on_device("cpu").max_num_batched_tokens == 7
+
+
+def test_a_share_of_gpu_memory_needs_a_gpu() -> None:
+    config = EngineConfig(model="m", gpu_memory=0.9)
+    assert config.on_device("cuda").gpu_memory == 0.9
+    with pytest.raises(ConfigError, match=r"gpu_memory=0\.9 needs a GPU.*; use kv_cache_memory"):
+        config.on_device("cpu")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -35,6 +45,8 @@ def test_graphs_run_on_a_gpu_unless_told_not_to() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be from 1"),
+        ({"gpu_memory": 0.9, "num_blocks": 5}, "gpu_memory sizes the KV cache by what the rest leaves"),
         ({"cuda_graphs": "yes"}, "cuda_graphs must be True or False, got 'yes'"),
         ({"deterministic": 1}, "deterministic must be True or False, got 1"),
         ({"overlap": 1}, "overlap must be True, False or None, got 1"),

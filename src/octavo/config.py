@@ -19,6 +19,7 @@ MAX_NUMBER: Final = 2**40
 """No count or length is larger; what fits in memory is smaller still, and said when it does not."""
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 512
+DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU: Final = 8192
 DEFAULT_RUN_AHEAD: Final = 3
 
 
@@ -35,13 +36,16 @@ class EngineConfig:
     revision: branch, tag or commit of a repo id.
     max_model_len: longest prompt plus output, in tokens; None takes the model's own limit.
     max_num_seqs: most sequences running at once.
-    max_num_batched_tokens: token budget of one step; longer prompts are computed in chunks.
+    max_num_batched_tokens: token budget of one step; longer prompts are computed in chunks. None: 512 on a
+        CPU; 8192 on a GPU, or the half or quarter of it whose steps fit in its memory.
     max_prefill_share: share of that budget prompts may take while other requests are decoding, so that
         a long prompt never makes running requests wait for a whole budget of it.
     enable_prefix_caching: reuse K/V of prompts that start alike.
     block_size: tokens per KV block, a power of two.
     num_blocks / kv_cache_memory: size of the KV cache in blocks, or in bytes (``"2GiB"`` or a number); give
         at most one. With neither it is sized from free memory.
+    gpu_memory: most of a GPU's memory this process shall take, weights and steps included: a share (0.9) or a
+        size (``"40GiB"``); the cache gets what these leave. None: the cache gets 90 % of what is free then.
     kv_cache_dtype: of the KV cache; ``auto`` is `dtype`. ``fp8`` (e4m3) and ``int8``, with one scale per
         token and head, halve it; they need a GPU.
     seed: of dummy weights and of requests that bring no seed of their own.
@@ -69,12 +73,13 @@ class EngineConfig:
     revision: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
-    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    max_num_batched_tokens: int | None = None
     max_prefill_share: float = 0.5
     enable_prefix_caching: bool = True
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | str | None = None
+    gpu_memory: float | int | str | None = None
     kv_cache_dtype: str = "auto"
     seed: int = 0
     num_threads: int | None = None
@@ -110,13 +115,12 @@ class EngineConfig:
         check_choice("device", self.device, DEVICES)
         for name in (
             "max_num_seqs",
-            "max_num_batched_tokens",
             "block_size",
             "tensor_parallel_size",
             "run_ahead",
         ):
             self._positive_int(name)
-        for name in ("max_model_len", "num_blocks", "num_threads"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_blocks", "num_threads"):
             if getattr(self, name) is not None:
                 self._positive_int(name)
         for name in ("enable_prefix_caching", "cuda_graphs", "enforce_eager", "deterministic"):
@@ -137,6 +141,11 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be the path of a file to write, got {path!r}")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give only one of them")
+        if self.gpu_memory is not None and (self.num_blocks is not None or self.kv_cache_memory is not None):
+            raise ConfigError(
+                "gpu_memory sizes the KV cache by what the rest leaves; num_blocks and kv_cache_memory say "
+                "its size: give only one of them"
+            )
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; the only value is 1"
@@ -166,6 +175,8 @@ class EngineConfig:
                 f"kv_cache_dtype={self.kv_cache_dtype!r} needs a GPU{here}; "
                 "on a CPU use 'float16' to halve the cache"
             )
+        if device == "cpu" and self.gpu_memory is not None:
+            raise ConfigError(f"gpu_memory={self.gpu_memory!r} needs a GPU{here}; use kv_cache_memory")
         if device == "cpu" and self.uses_graphs:
             raise ConfigError(f"cuda_graphs=True needs a GPU{here}; leave it out")
         if device == "cpu" and self.deterministic and self.dtype in ("bfloat16", "float16"):
@@ -185,7 +196,14 @@ class EngineConfig:
                 "device='cpu'"
             )
         overlap = device != "cpu" if self.overlap is None else self.overlap
-        return self.replace(device=device, overlap=overlap)
+        on_device = (
+            DEFAULT_MAX_NUM_BATCHED_TOKENS if device == "cpu" else DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU
+        )
+        return self.replace(
+            device=device,
+            overlap=overlap,
+            max_num_batched_tokens=self.max_num_batched_tokens or on_device,
+        )
 
     def _positive_int(self, name: str) -> None:
         value = getattr(self, name)

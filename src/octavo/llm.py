@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from octavo.cache.sizing import parse_memory
+from octavo.cache.sizing import parse_memory, parse_share
 from octavo.config import EngineConfig
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
@@ -59,6 +59,8 @@ class LLM:
         config.on_device(device.type)  # refuses what this device has no use for
         if config.kv_cache_memory is not None:  # said before the weights load, not after
             config = config.replace(kv_cache_memory=parse_memory(config.kv_cache_memory))
+        if config.gpu_memory is not None:
+            parse_share(config.gpu_memory, 2**62)
         source = resolve_model(
             config.model, config.revision, files="config" if config.load_format == "dummy" else "all"
         )

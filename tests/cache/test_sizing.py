@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from octavo.cache.sizing import (
     available_memory_bytes,
+    describe_capacity,
     format_bytes,
     num_blocks_for_bytes,
     parse_memory,
+    parse_share,
     request_bytes,
     resolve_num_blocks,
     size_requests,
@@ -194,3 +196,63 @@ def test_elsewhere_it_is_the_physical_memory(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("os.sysconf", unknown)
     with pytest.raises(ConfigError, match="set kv_cache_memory or num_blocks"):
         available_memory_bytes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.9, 900),
+        (1.0, 1000),
+        ("0.9", 900),
+        (".5", 500),
+        ("1.0", 1000),
+        ("90%", 900),
+        (" 90 % ", 900),
+        (700, 700),
+        ("700", 700),
+        ("1", 1),
+        ("0.5kb", 500),
+    ],
+)
+def test_a_share_or_a_size_of_memory(share: float | int | str, expected: int) -> None:
+    assert parse_share(share, 1000) == expected
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (0.0, r"a share of the memory must be above 0 and at most 1, got 0\.0"),
+        (1.5, r"a share of the memory must be above 0 and at most 1, got 1\.5"),
+        (float("nan"), "a share of the memory must be above 0"),
+        ("120%", "a share of the memory must be above 0 and at most 1, got '120%'"),
+        ("much", "memory must be a positive size such as '24GiB'.* got 'much'"),
+        (True, "memory must be a positive size"),
+        ("2kb", "'2kb' is more than there is: 1,000 B"),
+    ],
+)
+def test_no_share_of_memory(share: float | int | str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_share(share, 1000)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        (
+            (1000, 16, 4096, 8),
+            "16,000 tokens: requests of up to 4,096 tokens, 3 of these at once, or 8 of 2,000",
+        ),
+        (
+            (100, 16, 4096, 8),
+            "1,600 tokens: requests of up to 1,600 tokens (max_model_len is 4,096), 1 of these at once, "
+            "or 8 of 192",
+        ),
+        ((2048, 16, 4096, 8), "32,768 tokens: requests of up to 4,096 tokens, 8 of these at once"),
+        (
+            (3, 16, 64, 8),
+            "48 tokens: requests of up to 48 tokens (max_model_len is 64), 1 of these at once",
+        ),
+    ],
+)
+def test_what_a_cache_can_serve(sizes: tuple[int, int, int, int], text: str) -> None:
+    assert describe_capacity(*sizes) == text

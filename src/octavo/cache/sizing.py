@@ -49,6 +49,39 @@ def parse_memory(text: int | str) -> int:
     return num_bytes
 
 
+def parse_share(share: float | int | str, total_bytes: int) -> int:
+    """Bytes from a share of `total_bytes` (0.9, "0.9", "90%") or a size as `parse_memory` takes it.
+
+    ConfigError for the rest, and for more than `total_bytes`.
+    """
+    part: float | None = share if isinstance(share, float) else None
+    if isinstance(share, str) and (match := re.fullmatch(r"\s*(0?\.\d{1,9}|1\.0*|\d{1,3}\s*%)\s*", share)):
+        text = match[1]
+        part = int(text[:-1]) / 100 if text.endswith("%") else float(text)
+    if part is not None:
+        if not 0 < part <= 1:
+            raise ConfigError(f"a share of the memory must be above 0 and at most 1, got {share!r}")
+        return int(part * total_bytes)
+    num_bytes = parse_memory(share)  # type: ignore[arg-type]  # a float was a share
+    if num_bytes > total_bytes:
+        raise ConfigError(f"{share!r} is more than there is: {format_bytes(total_bytes)}")
+    return num_bytes
+
+
+def describe_capacity(num_blocks: int, block_size: int, max_model_len: int, max_num_seqs: int) -> str:
+    """What a cache of that many blocks can serve, for people."""
+    num_tokens = num_blocks * block_size
+    longest = min(max_model_len, num_tokens)
+    at_once = min(max_num_seqs, num_blocks // blocks_for_tokens(longest, block_size))
+    each = min(longest, num_blocks // max_num_seqs * block_size)
+    batch = f", or {max_num_seqs:,} of {each:,}" if each and at_once < max_num_seqs else ""
+    of_model = "" if longest == max_model_len else f" (max_model_len is {max_model_len:,})"
+    return (
+        f"{num_tokens:,} tokens: requests of up to {longest:,} tokens{of_model}, {at_once:,} of these at once"
+        f"{batch}"
+    )
+
+
 def format_bytes(num_bytes: int) -> str:
     """`num_bytes` for people: "896 B", "112 KiB", "4.375 GiB"; at most four digits after the point."""
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]

@@ -43,6 +43,9 @@ class EngineOptions:
     block_size: Annotated[int | None, _engine("Tokens per cache block, a power of two.")] = None
     num_blocks: Annotated[int | None, _engine("Cache blocks, instead of a memory budget.")] = None
     kv_cache_memory: Annotated[str | None, _engine("Cache budget, such as 2GiB.")] = None
+    gpu_memory: Annotated[
+        str | None, _engine("Most GPU memory to take in all: a share (0.9) or a size (40GiB).")
+    ] = None
     kv_cache_dtype: Annotated[
         str | None, _engine("Cached keys and values: auto, a dtype, or fp8 or int8 on a GPU.")
     ] = None

@@ -11,14 +11,16 @@ from octavo.cache.sizing import (
     DEFAULT_DEVICE_MEMORY_SHARE,
     DEFAULT_MEMORY_SHARE,
     available_memory_bytes,
+    describe_capacity,
     format_bytes,
     num_blocks_for_bytes,
     parse_memory,
+    parse_share,
     resolve_num_blocks,
 )
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import KVCache, storage_dtype
-from octavo.config import QUANTIZED_KV_CACHE_DTYPES, EngineConfig
+from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, QUANTIZED_KV_CACHE_DTYPES, EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.core import Engine
 from octavo.engine.graph import CudaCapture
@@ -41,6 +43,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
 
     Raises CapacityError when not one block fits, or a step has no room beside it.
     """
+    may_shrink = config.max_num_batched_tokens is None
     config = _resolve(config, loaded)
     assert config.max_model_len is not None
     is_quantized = config.kv_cache_dtype in QUANTIZED_KV_CACHE_DTYPES
@@ -51,14 +54,15 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         scales="token_head" if is_quantized else "tensor",
     )
     is_compiled = _is_compiled(loaded, spec)
-    if is_compiled:
-        _compile_kernels(config, loaded, spec)
-    num_blocks = _num_blocks(config, loaded, spec)
+    config, num_blocks = _fitting(config, loaded, spec, may_shrink)
+    assert config.max_model_len is not None
+    assert config.max_num_batched_tokens is not None
     logger.info(
-        "KV cache: %d blocks of %d tokens, %.1f MiB",
+        "KV cache: %d blocks in %s; %s; %d tokens a step",
         num_blocks,
-        spec.block_size,
-        num_blocks * spec.bytes_per_block / 2**20,
+        format_bytes(num_blocks * spec.bytes_per_block),
+        describe_capacity(num_blocks, spec.block_size, config.max_model_len, config.max_num_seqs),
+        config.max_num_batched_tokens,
     )
     kv_cache = _allocate(spec, num_blocks, loaded.device)
     cache = KVCacheManager(
@@ -99,10 +103,31 @@ def _is_compiled(loaded: LoadedModel, spec: KVCacheSpec) -> bool:
     return loaded.device.type != "cpu" and room == "triton"
 
 
+def _fitting(
+    config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec, may_shrink: bool
+) -> tuple[EngineConfig, int]:
+    """The config, with smaller steps where those are left open and too large for the memory, and the blocks
+    of the cache. Compiles what such steps launch.
+    """
+    while True:
+        budget = config.max_num_batched_tokens
+        assert budget is not None
+        try:
+            if _is_compiled(loaded, spec):
+                _compile_kernels(config, loaded, spec)
+            return config, _num_blocks(config, loaded, spec)
+        except (torch.OutOfMemoryError, CapacityError) as error:
+            if not may_shrink or budget <= DEFAULT_MAX_NUM_BATCHED_TOKENS:
+                raise
+            logger.info("steps of %d tokens do not fit (%s); trying %d", budget, error, budget // 2)
+            config = config.replace(max_num_batched_tokens=budget // 2)
+
+
 def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> None:
     """Compile for a GPU what any step of this engine launches, several kernels at once."""
     model = loaded.config
     assert config.max_model_len is not None
+    assert config.max_num_batched_tokens is not None
     windows = {(-1, -1) if window is None else (window - 1, 0) for window in model.sliding_window}
     made = warm_up(
         model.num_heads,
@@ -137,7 +162,13 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
             step_bytes = _largest_step_bytes(config, loaded, spec)
             if config.uses_graphs:
                 step_bytes *= 2  # the graphs keep what a decode step takes to themselves
+            if config.overlap:  # steps under way keep their logits until they are collected
+                step_bytes += config.run_ahead * config.max_num_seqs * loaded.config.vocab_size * 4
             free_bytes = _free_bytes(loaded.device) - step_bytes
+            if config.gpu_memory is not None:
+                total = torch.cuda.get_device_properties(loaded.device).total_memory
+                allowed = parse_share(config.gpu_memory, total) - torch.cuda.memory_reserved(loaded.device)
+                free_bytes, share = min(free_bytes, allowed - step_bytes), 1.0
             logger.info("the largest step takes %.1f MiB beside the cache", step_bytes / 2**20)
     return resolve_num_blocks(
         spec,

@@ -33,9 +33,9 @@ def smallest_step() -> Shape:
 
 def largest_step(config: EngineConfig) -> Shape:
     """As many tokens and sequences as a step may have, one of them as long as a sequence may be."""
-    longest = config.max_model_len
+    longest, left = config.max_model_len, config.max_num_batched_tokens
     assert longest is not None, "a config that build_engine resolved"
-    left = config.max_num_batched_tokens
+    assert left is not None, "a config that build_engine resolved"
     num_new: list[int] = []
     for num_after in reversed(range(min(config.max_num_seqs, left))):
         num_new.append(min(longest, left - num_after))
@@ -45,17 +45,18 @@ def largest_step(config: EngineConfig) -> Shape:
 
 def steps_to_compile(config: EngineConfig) -> Iterator[Shape]:
     """Decoding and prompts, few and many, short and long: sizes that kernels are compiled apart for."""
-    longest = config.max_model_len
+    longest, budget = config.max_model_len, config.max_num_batched_tokens
     assert longest is not None, "a config that build_engine resolved"
+    assert budget is not None, "a config that build_engine resolved"
     yield smallest_step()
-    most = min(config.max_num_seqs, config.max_num_batched_tokens)
+    most = min(config.max_num_seqs, budget)
     for batch in _powers_of_two(most):
         yield [1] * batch, [1] * batch
         yield [1] * batch, [longest] + [1] * (batch - 1)
-    for num_tokens in _powers_of_two(min(longest, config.max_num_batched_tokens)):
+    for num_tokens in _powers_of_two(min(longest, budget)):
         yield [num_tokens], [num_tokens]
         yield [num_tokens], [longest]
-        if num_tokens < config.max_num_batched_tokens and most > 1:
+        if num_tokens < budget and most > 1:
             yield [num_tokens, 1], [num_tokens, longest]
     yield largest_step(config)
 

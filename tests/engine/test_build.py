@@ -1,0 +1,60 @@
+"""Steps that are too large for the memory, where nobody said how large they shall be; what the log says."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from helpers.models import saved, tiny_hf_model
+
+from octavo.config import EngineConfig
+from octavo.engine import build
+from octavo.errors import CapacityError
+from octavo.models.registry import LoadedModel, load_model
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(saved(tiny_hf_model("llama"), tmp_path_factory.mktemp("model")), dtype="float32")
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of more than 1,000 tokens do not fit; on a GPU they would be 8,192 where nothing was said."""
+
+    def num_blocks(config: EngineConfig, *arguments: object) -> int:
+        assert config.max_num_batched_tokens is not None
+        if config.max_num_batched_tokens > 1000:
+            raise CapacityError("too little memory left for a step")
+        return 12
+
+    monkeypatch.setattr(build, "_num_blocks", num_blocks)
+    monkeypatch.setattr(
+        EngineConfig, "on_device", lambda self, device: self.replace(
+            device=device, max_num_batched_tokens=self.max_num_batched_tokens or 8192
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_steps_shrink_until_they_fit(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="octavo")
+    engine = build.build_engine(EngineConfig(model="m"), loaded, None)
+    assert engine.config.max_num_batched_tokens == engine.scheduler.max_num_batched_tokens == 512
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[:4] == [
+        f"steps of {size} tokens do not fit (too little memory left for a step); trying {size // 2}"
+        for size in (8192, 4096, 2048, 1024)
+    ]
+    assert messages[4] == (
+        "KV cache: 12 blocks in 144 KiB; 192 tokens: requests of up to 64 tokens, 3 of these at once; "
+        "512 tokens a step"
+    )
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_a_size_that_was_said_is_kept_or_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(CapacityError, match="too little memory left for a step"):
+        build.build_engine(EngineConfig(model="m", max_num_batched_tokens=2048), loaded, None)
+    engine = build.build_engine(EngineConfig(model="m", max_num_batched_tokens=700), loaded, None)
+    assert engine.config.max_num_batched_tokens == 700
