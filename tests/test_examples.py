@@ -10,6 +10,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 EXPECTED = {
     "kernels_only.py": "(3, 9, 64), largest difference from dense attention ",
     "offline.py": "'The capital of France is' -> ' Paris.",
+    "openai_client.py": "tool_calls get_weather {'city': 'Paris'",
     "shared_prefix.py": "How many pages are there? 176 of 190 prompt tokens came from the cache",
     "streaming.py": "rainbow",
     "structured_output.py": "  a book of ",
