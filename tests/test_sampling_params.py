@@ -103,7 +103,7 @@ REFUSED = [
     ({"top_p": float("nan")}, "top_p must be finite, got nan"),
     ({"min_p": -0.1}, "min_p must be at least 0 and at most 1, got -0.1"),
     ({"min_p": 1.1}, "min_p must be at least 0 and at most 1, got 1.1"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be above 0, got 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be at least 1e-06 and at most 1e+06, got 0"),
     ({"presence_penalty": 2.5}, "presence_penalty must be at least -2 and at most 2, got 2.5"),
     ({"frequency_penalty": -2.5}, "frequency_penalty must be at least -2 and at most 2, got -2.5"),
     (

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+OPTIONS_AT_FAULT = "the options "
+"""How errors begin that a request brought upon itself."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -66,6 +69,11 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+
+    @property
+    def blames_options(self) -> bool:
+        """Whether `error` is about options that cannot be met, and not about the model or the engine."""
+        return self.error is not None and self.error.startswith(OPTIONS_AT_FAULT)
 
     @property
     def text(self) -> str:

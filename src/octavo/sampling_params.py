@@ -94,8 +94,8 @@ class SamplingParams:
             a seed is drawn for the request.
         n: number of continuations; each has its own draw. With temperature 0 they are equal.
     Changes to the logits, before temperature:
-        repetition_penalty: > 0; logits of tokens in prompt or output are divided by it where positive,
-            multiplied where negative.
+        repetition_penalty: [1e-6, 1e6]; logits of tokens in prompt or output are divided by it where
+            positive, multiplied where negative.
         presence_penalty, frequency_penalty: [-2, 2]; subtracted once, or once per occurrence, for tokens of
             the output.
         logit_bias: token id -> value in [-100, 100], added to that logit.
@@ -185,7 +185,7 @@ class SamplingParams:
             "top_k": max(top_k, 0),
             "top_p": _number("top_p", top_p, above=0.0, high=1.0),
             "min_p": _number("min_p", min_p, low=0.0, high=1.0),
-            "repetition_penalty": _number("repetition_penalty", repetition_penalty, above=0.0),
+            "repetition_penalty": _number("repetition_penalty", repetition_penalty, low=1e-6, high=1e6),
             "presence_penalty": _number("presence_penalty", presence_penalty, low=-2.0, high=2.0),
             "frequency_penalty": _number("frequency_penalty", frequency_penalty, low=-2.0, high=2.0),
             "seed": None if seed == -1 else seed,

@@ -139,7 +139,8 @@ def test_options_that_leave_no_token_end_that_request_alone(engine: Engine):
     assert bad.output is not None
     assert bad.output.outputs[0].finish_reason == "error"
     assert bad.output.error is not None
-    assert "allowed_token_ids, min_tokens, structured_output and logit_bias" in bad.output.error
+    assert bad.output.error.startswith("the options leave no token to choose: allowed_token_ids")
+    assert bad.output.blames_options
     assert good.output is not None
     assert good.output.outputs[0].finish_reason == "stop"
 
@@ -217,7 +218,8 @@ def test_a_grammar_that_grows_too_large_on_the_way_ends_its_request_alone(with_k
     bad, good = run_all(engine, [([1], too_large), ([1, 2, 3], structured(PERSON, seed=1, logprobs=0))])
     assert bad.output is not None
     assert bad.output.error is not None
-    assert bad.output.error.startswith("structured_output: ")
+    assert bad.output.error.startswith("the options ask for too much: structured_output: ")
+    assert bad.output.blames_options
     assert "limit" in bad.output.error or "max is" in bad.output.error
     assert bad.output.outputs[0].finish_reason == "error"
     assert set(bad.output.outputs[0].text) == {"a"}

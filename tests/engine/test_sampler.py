@@ -243,7 +243,7 @@ def test_options_that_leave_no_token_are_an_error():
     output = sample(torch.zeros(2, 3), [sequence(**options), sequence(seed=1, temperature=1.0, **options)])
     assert output.token_ids == [NO_TOKEN, NO_TOKEN]
     assert set(output.errors.values()) == {
-        "allowed_token_ids, min_tokens, structured_output and logit_bias together leave no token to choose"
+        "the options leave no token to choose: allowed_token_ids, min_tokens, structured_output, logit_bias"
     }
 
 

@@ -50,7 +50,7 @@ class GrammarMasks:
             zip(self.rows, self._sequences, self._grammars, strict=True)
         ):
             if (error := grammar.error) is not None:
-                errors[row] = f"structured_output: {error}"
+                errors[row] = f"the options ask for too much: structured_output: {error}"
                 words[place] = -1
             elif seq.num_tokens - seq.num_prompt_tokens < seq.params.min_tokens:
                 _hold(words[place], seq.stop_ids)

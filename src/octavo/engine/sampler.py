@@ -256,7 +256,7 @@ _RAW_REASONS = _Reasons(
 _CHOICE_REASONS = _Reasons(
     nan="the options make a logit NaN, so no token can be chosen",
     high="the options take the logits out of float32's range; a temperature or penalty is too extreme",
-    low="allowed_token_ids, min_tokens, structured_output and logit_bias together leave no token to choose",
+    low="the options leave no token to choose: allowed_token_ids, min_tokens, structured_output, logit_bias",
 )
 
 

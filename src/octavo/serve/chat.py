@@ -265,4 +265,6 @@ def ended_badly(reason: str, output: RequestOutput | None) -> Exception:
     """What the client is told of a choice that ended with `error` or `abort`."""
     if reason == "abort":
         return EngineError("the request was aborted")
-    return ApiError(500, (output and output.error) or "the engine failed at this request")
+    is_clients = output is not None and output.blames_options
+    why = (output and output.error) or "the engine failed at this request"
+    return ApiError(400 if is_clients else 500, why)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
 from octavo.serve.answer import finish_reason, new_id
 from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
-from octavo.serve.chat import check_end
+from octavo.serve.chat import check_end, ended_badly
 from octavo.serve.models import check_model
 from octavo.serve.protocol import CompletionRequest, to_sampling_params
 from octavo.serve.response_parts import CompletionLogprobs, completion_logprobs, usage_of
@@ -167,8 +167,7 @@ class _Writer:
                     yield {**head, "choices": [_choice(index, echo)]}
         async for i, chunk in _merged(generations):
             if chunk.finish_reason in ("error", "abort"):
-                output = chunk.output
-                raise ApiError(500, (output and output.error) or "the engine failed at this request")
+                raise ended_badly(chunk.finish_reason, chunk.output)
             index = i * self._n + chunk.index
             logprobs = self._chunk_logprobs(chunk, offsets.get(index, 0))
             if logprobs is not None and logprobs["tokens"]:

@@ -166,7 +166,7 @@ class SamplingFields(Body):
     # Extensions, by the names that vLLM gave them.
     top_k: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: float | None = Field(default=None, ge=1e-6, le=1e6)
     min_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
