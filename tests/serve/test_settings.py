@@ -31,6 +31,8 @@ from octavo.serve.settings import ServeSettings
         ("cors_origins", [3]),
         ("log_format", "xml"),
         ("tool_parser", ""),
+        ("tool_parser", "llama"),
+        ("reasoning_parser", "hermes"),
         ("otlp_endpoint", "localhost:4317"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError, nearest
 from octavo.sampling_params import SamplingParams
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
     from octavo.serve.settings import ServeSettings
     from octavo.text.tokenizer import Tokenizer
-
-TOOL_PARSERS: Final = ("auto", "hermes", "none")
-REASONING_PARSERS: Final = ("auto", "think", "none")
 
 _OWN_FIELDS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 

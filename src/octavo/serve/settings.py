@@ -11,6 +11,8 @@ from typing import Any, Final, Never
 from octavo.errors import ConfigError, nearest, shown
 
 LOG_FORMATS: Final = ("text", "json")
+TOOL_PARSERS: Final = ("auto", "hermes", "none")
+REASONING_PARSERS: Final = ("auto", "think", "none")
 MAX_SECONDS: Final = 10 * 365 * 86_400.0
 
 _Strings = tuple[str, ...]
@@ -37,8 +39,8 @@ class ServeSettings:
         drain_s: how long running requests may go on after SIGTERM.
         stuck_s: when there is work and no step ends for this long, what runs fails and /health is 503.
     Answers:
-        tool_parser, reasoning_parser: ``auto`` looks at the chat template; ``none`` leaves the text alone;
-            others by name.
+        tool_parser, reasoning_parser: how calls and reasoning are marked, see docs/openai_api.md. ``auto``
+            looks at the chat template; ``hermes`` and ``think`` insist; ``none`` leaves the text alone.
     What is told:
         log_format: ``text`` or ``json``, one line per request, on standard error.
         otlp_endpoint: where OpenTelemetry traces go; None: nowhere.
@@ -95,9 +97,9 @@ class ServeSettings:
                 raise ConfigError("api_keys: a key has a space or a character that is not ASCII in it")
         if self.log_format not in LOG_FORMATS:
             _refuse("log_format", f"one of {', '.join(map(repr, LOG_FORMATS))}", self.log_format)
-        for name in ("tool_parser", "reasoning_parser"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                _refuse(name, "the name of a parser, 'auto' or 'none'", getattr(self, name))
+        for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if getattr(self, name) not in known:
+                _refuse(name, f"one of {', '.join(map(repr, known))}", getattr(self, name))
         endpoint = self.otlp_endpoint
         if endpoint is not None and not (
             isinstance(endpoint, str) and re.match(r"https?://[^/\s]", endpoint)
