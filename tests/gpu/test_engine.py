@@ -168,6 +168,41 @@ def test_alone_or_together_chunked_or_whole_cold_or_warm(engine: Callable[..., E
     assert run(engine(max_num_batched_tokens=24), prompts()) == expected
 
 
+WAYS: list[dict[str, Any]] = [
+    {"overlap": False},
+    {"overlap": True, "run_ahead": 1},
+    {"overlap": True, "run_ahead": 4},
+    {"overlap": False, "cuda_graphs": True},
+    {"overlap": True, "run_ahead": 4, "cuda_graphs": True},
+]
+
+
+@pytest.mark.parametrize("options", WAYS[1:], ids=str)
+def test_launched_ahead_or_from_graphs(engine: Callable[..., Engine], options: dict[str, Any]) -> None:
+    drawn = SamplingParams(temperature=0.8, top_k=30, top_p=0.9, seed=3, max_tokens=24, ignore_eos=True)
+    with_logprobs = SamplingParams(logprobs=2, max_tokens=24, ignore_eos=True)
+    stopping = SamplingParams(max_tokens=24, stop_token_ids=list(range(0, VOCAB_SIZE, 9)), n=2)
+    kinds = (GREEDY, drawn, with_logprobs, stopping)
+    plain, other = engine(**WAYS[0]), engine(**options)
+    for params in kinds:
+        assert run(other, prompts(), params) == run(plain, prompts(), params)
+    requests = [other.add_request(prompt, kinds[i % 4]) for i, prompt in enumerate(prompts())]
+    expected = [plain.add_request(prompt, kinds[i % 4]) for i, prompt in enumerate(prompts())]
+    assert finish(other, requests) == finish(plain, expected)
+
+
+def test_graphs_once_captured_serve_without_another_compile_or_capture(engine: Callable[..., Engine]) -> None:
+    ready = engine(cuda_graphs=True)
+    run(ready, prompts())
+    graphs = ready.runner._graphs
+    assert graphs is not None
+    captured = set(graphs._graphs)
+    assert len(captured) > 2
+    with forbid_compiles():
+        run(ready, prompts())
+    assert set(graphs._graphs) == captured
+
+
 def test_preempted(engine: Callable[..., Engine]) -> None:
     expected = run(engine(), prompts())
     scarce = engine(num_blocks=24)

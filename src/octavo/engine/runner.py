@@ -64,6 +64,10 @@ class ModelRunner:
                 # Sampling compiles nothing on a CPU.
                 for params in SAMPLING if self.device.type == "cuda" else ():
                     self.sampler.sample(logits, sequences(len(logits), params))
+            # What takes the drawn tokens to the next step.
+            row = torch.zeros(1, dtype=torch.int64, device=self.device)
+            last = self._last_token_ids.index_select(0, row)
+            self._last_token_ids.index_copy_(0, row, last.clamp_min(0))
 
     def use_graphs(self, max_model_len: int, capture: Capture) -> None:
         """Run decode steps from graphs that `capture` makes, where it can; the largest one is made now."""
@@ -89,7 +93,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of model and cache; a GPU's memory goes back to the system. Nothing can run afterwards."""
-        del self.model, self.kv_cache, self.sampler, self._graphs
+        del self.model, self.kv_cache, self.sampler, self._graphs, self._last_token_ids
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
