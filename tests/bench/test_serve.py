@@ -15,7 +15,7 @@ from helpers.stub_server import stub_server
 from octavo.bench import serve_null
 from octavo.bench.serve import Answer, Load, LoadGenerator, ServerError, Target, get, only_model, run_load
 from octavo.bench.serve_calls import Call
-from octavo.bench.serve_http import Endpoint, ResponseError, ResponseReader
+from octavo.bench.serve_http import Connections, Endpoint, ResponseError, ResponseReader
 from octavo.bench.serve_report import Slo, Spread, as_rows, as_text, summarise
 from octavo.errors import ConfigError
 
@@ -116,6 +116,26 @@ def test_a_response_is_read_however_it_is_cut(response, status, can_be_reused, s
 def test_what_is_no_response_is_told_apart(response, what):
     with pytest.raises(ResponseError, match=what):
         ResponseReader(Collected()).feed(response, 0.0)
+
+
+def test_news_keep_the_time_of_their_arrival_and_are_read_in_slices():
+    heard = []
+
+    class Slow:
+        def read(self, news, now):
+            heard.append((news, now))
+            time.sleep(0.0005)  # the work of reading, longer than a slice
+
+    async def test():
+        connections = Connections(Endpoint.parse("http://x"))
+        for i in range(4):
+            connections.note(Slow(), b"%d" % i, float(i))
+        asyncio.get_running_loop().call_soon(heard.append, "the loop's turn")
+        while len(heard) < 5:
+            await asyncio.sleep(0)
+
+    asyncio.run(test())
+    assert heard == [(b"0", 0.0), "the loop's turn", (b"1", 1.0), (b"2", 2.0), (b"3", 3.0)]
 
 
 # Answers
