@@ -6,6 +6,7 @@ Each is a public report: sgl-project/mini-sglang#15, Arthur-Ficial/apfel#100, vl
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -247,3 +248,48 @@ def test_bias_of_ids_that_are_none_is_400_with_the_key_and_harms_nobody(server: 
         data = [line.removeprefix("data: ") for line in lines if line]
     assert data[-1] == "[DONE]"
     assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
+
+
+# All at once
+
+
+def test_requests_of_every_kind_beside_each_other_harm_nobody(server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"c": {"enum": ["x", "y"]}}, "required": ["c"]}
+    schema |= {"additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    formatted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    before = counts(server)["aborted"]
+
+    async def ask(client: httpx.AsyncClient, seed: int) -> None:
+        chat = {"messages": HI, "max_tokens": 30, "temperature": 1, "seed": seed}
+        match seed % 5:
+            case 0:
+                answer = await client.post(CHAT, json={**chat, "n": 2, "stream": True})
+                ends = [json.loads(event)["choices"][0] for event in events_of(answer.text)[:-1]]
+                assert len([end for end in ends if end["finish_reason"]]) == 2
+            case 1:
+                answer = await client.post(
+                    CHAT, json={**chat, "max_tokens": 200, "response_format": formatted}
+                )
+                content = answer.json()["choices"][0]["message"]["content"]
+                assert json.loads(content)["c"] in ("x", "y")
+            case 2:
+                forced = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+                answer = await client.post(CHAT, json={**chat, "max_tokens": 500, **forced})
+                choice = answer.json()["choices"][0]
+                assert choice["finish_reason"] == "tool_calls"
+                call = choice["message"]["tool_calls"][0]["function"]
+                assert json.loads(call["arguments"])["c"] in ("x", "y")
+            case 3:
+                assert (await client.post(CHAT, json={**chat, "logit_bias": {"999": 1}})).status_code == 400
+            case 4:
+                async with client.stream("POST", CHAT, json={**ENDLESS, "stream": True}) as stream:
+                    async for _ in stream.aiter_lines():
+                        break
+
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            await asyncio.gather(*(ask(client, seed) for seed in range(25)))
+
+    asyncio.run(ask_all())
+    assert_gone_within_a_second(server, before, 5)
