@@ -259,6 +259,14 @@ def test_after_close_nothing_is_left_and_nothing_is_taken():
         compiler.compile(StructuredOutput(regex="a"))
 
 
+def test_closing_while_the_vocabulary_is_read_leaves_nothing_either():
+    compiler = GrammarCompiler(smollm2_tokenizer(), VOCAB_SIZE, [2])
+    compiler.prepare()
+    compiler.close()
+    assert compiler._library is not None
+    assert compiler._library.cancelled() or compiler._library.result().trial._process is None
+
+
 def test_a_compiler_that_nobody_closed_ends_its_process():
     compiler = GrammarCompiler(smollm2_tokenizer(), VOCAB_SIZE, [2])
     compiler.compile(StructuredOutput(regex="a"))

@@ -147,13 +147,17 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the process and the thread that compile; what is under way is given up."""
         self._is_closed = True
-        if self._pool is None or self._library is None:
+        if self._pool is None:
             return
-        self._library.cancel()
-        if self._library.done() and not self._library.cancelled() and self._library.exception() is None:
-            self._library.result().trial.close()
+        self._end_trial()  # before: what is being tried need not be waited for
         self._pool.shutdown(cancel_futures=True)
+        self._end_trial()  # after: the vocabulary may have been read in between
         self._compiled.clear()
+
+    def _end_trial(self) -> None:
+        library = self._library
+        if library is not None and library.done() and not library.cancelled() and not library.exception():
+            library.result().trial.close()
 
     def _load(self) -> _Library:
         library = _Library(self._tokenizer, self._vocab_size, self._eos_token_ids)
