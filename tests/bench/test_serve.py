@@ -13,9 +13,9 @@ from helpers import stub_server as stub
 from helpers.stub_server import stub_server
 
 from octavo.bench import serve_null
-from octavo.bench.serve import Answer, Load, LoadGenerator, ServerError, Target, get, only_model, run_load
+from octavo.bench.serve import Answer, Load, LoadGenerator, Target, only_model, run_load
 from octavo.bench.serve_calls import Call
-from octavo.bench.serve_http import Connections, Endpoint, ResponseError, ResponseReader
+from octavo.bench.serve_http import Connections, Endpoint, ResponseError, ResponseReader, ServerError, get
 from octavo.bench.serve_report import Slo, Spread, as_rows, as_text, summarise
 from octavo.errors import ConfigError
 

@@ -17,12 +17,16 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 
 MAX_HEAD_BYTES = 64 * 1024
 
 SLICE_S = 0.0002
 """How long news may be read before the event loop looks for more of it, and so how late a stamp may be."""
+
+
+class ServerError(OctavoError):
+    """The server to be measured cannot be reached or does not answer as such a server does."""
 
 
 class ResponseError(Exception):
@@ -319,3 +323,52 @@ class Connections:
     def close(self) -> None:
         while self._idle:
             self._idle.pop().hang_up()
+
+
+class _Body:
+    """Collects a whole response."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[tuple[int, bytes, float]] = asyncio.get_running_loop().create_future()
+        self.status, self.content = 0, b""
+        self.headers: dict[str, str] = {}
+
+    def head(self, status: int, headers: dict[str, str]) -> None:
+        self.status, self.headers = status, headers
+
+    def body(self, data: bytes, now: float) -> None:
+        self.content += data
+
+    def end(self, now: float) -> None:
+        if not self.done.done():
+            self.done.set_result((self.status, self.content, now))
+
+    def lost(self, what: str, now: float) -> None:
+        if not self.done.done():
+            self.done.set_exception(ServerError(f"the server ended the connection: {what}"))
+
+
+async def get(
+    endpoint: Endpoint, path: str, headers: dict[str, str], timeout_s: float = 10.0
+) -> tuple[int, bytes, float]:
+    """Status, body and seconds of one GET on a connection of its own. `path`: see `Endpoint.head`.
+
+    ServerError when there is no answer within `timeout_s`.
+    """
+    connections = Connections(endpoint)
+    started = time.perf_counter()
+    connection = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            connection = await connections.fresh()
+            receiver = _Body()
+            connection.send(endpoint.head("GET", path, headers), receiver)
+            status, content, now = await receiver.done
+    except (OSError, TimeoutError) as error:
+        raise ServerError(
+            f"no answer from {endpoint.url}: {type(error).__name__}: {error}; is the server running there?"
+        ) from error
+    finally:
+        if connection is not None:
+            connection.hang_up()
+    return status, content, now - started

@@ -290,8 +290,9 @@ def _with_model(target: Target, only_model: Any) -> Target:
 
 def _warm_up(target: Target, as_words: bool, num_calls: int) -> None:
     """Short calls, so that a wrong address, key or model is told in one line before the run."""
-    from octavo.bench.serve import ServerError, run_load
+    from octavo.bench.serve import run_load
     from octavo.bench.serve_calls import Call
+    from octavo.bench.serve_http import ServerError
 
     if num_calls < 1:
         return
