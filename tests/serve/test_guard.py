@@ -11,8 +11,10 @@ import httpx
 import pytest
 import uvicorn
 from helpers.serve import Answer, eventually, run, scripted_client, scripted_engine
+from starlette.responses import Response
 
 from octavo.errors import ConfigError
+from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.serve import access_log, guard
 from octavo.serve.access_log import JsonLines, TextLines
 from octavo.serve.app import create_app
@@ -431,7 +433,7 @@ def test_what_nobody_caught_is_told_with_its_id_and_logged(lines):
     assert (ended["status"], ended["request_id"]) == (500, "mine")
 
 
-def test_a_client_that_leaves_is_told_of_in_two_lines(lines):
+def test_a_client_that_leaves_is_told_of(lines):
     gate = asyncio.Event()
 
     async def test():
@@ -455,6 +457,30 @@ def test_a_client_that_leaves_is_told_of_in_two_lines(lines):
     assert request["incomplete"] is True
     reasons = {line.get("finish_reason") for line in told}
     assert "abort" in reasons
+
+
+def test_a_generation_that_ends_after_its_request_gets_a_line_of_its_own(lines):
+    async def app(scope, receive, send):
+        for name in ("early", "late"):
+            access_log.submitted(name)
+        access_log.finished(output("early", 2))
+        await Response()(scope, receive, send)
+
+    def output(name, num_tokens):
+        completion = CompletionOutput(0, "", [0] * num_tokens, "abort")
+        metrics = RequestMetrics(0.1, None, None, 0.5, 0)
+        return RequestOutput(name, None, [1, 2], [completion], 0, metrics)
+
+    async def test():
+        transport = httpx.ASGITransport(app=access_log.RequestLog(app))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            await client.get("/", headers={"X-Request-Id": "me"})
+        access_log.finished(output("late", 7))
+        access_log.finished(output("late", 7))  # it is known once
+
+    run(test())
+    told = [(line["message"], line["request_id"], line["output_tokens"]) for line, _ in lines]
+    assert told == [("request", "me", 2), ("generation", "me", 7)]
 
 
 def test_the_log_is_set_up_in_the_format_asked_for(capsys):
