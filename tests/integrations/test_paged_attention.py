@@ -69,6 +69,7 @@ def decoding_step(lens, total, page_size=4):
     pages = torch.randperm(20).tolist()
     k_cache, v_cache = (torch.randn(20, page_size, 2, 16) for _ in range(2))
     table = torch.full((total, 6), -1, **INT32)
+    table[len(lens) :] = pages.pop()  # left from an earlier step
     for b, n in enumerate(lens):
         needed = -(-n // page_size)
         table[b, :needed] = torch.tensor([pages.pop() for _ in range(needed)], **INT32)

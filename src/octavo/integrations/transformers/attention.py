@@ -34,9 +34,9 @@ def attention(
 ) -> Output:
     """`attn_implementation="octavo"`: attention of query (B, H, Q, D) over key and value (B, KVH, T, D).
 
-    In continuous batching B is 1, sequences are laid end to end, and lengths or a block table come as keyword
-    arguments: `paged.py`. Otherwise `attention_mask` is what `octavo_mask` made, None, or a dense mask of
-    somebody else's. `s_aux` are sinks (H,).
+    In continuous batching B is 1, sequences are laid end to end, and lengths, indices or a block table come
+    as keyword arguments: `paged.py`. Otherwise `attention_mask` is what `octavo_mask` made, None, or a dense
+    mask of somebody else's. `s_aux` are sinks (H,).
 
     Returns (output (B, Q, H, D), None). With gradients, with dropout, over a dense mask or a position bias,
     and where no kernel fits, the output is that of `sdpa`, or of the model's own `eager` for softcap and
@@ -45,7 +45,8 @@ def attention(
     Raises:
         UnsupportedKernelConfig: the model changed the mask or the keys on their way here.
     """
-    if cu_seq_lens_q is not None and (attention_mask is None or plans.is_plan(attention_mask)):
+    is_packed = attention_mask is None or plans.is_plan(attention_mask) or "write_index" in kwargs
+    if cu_seq_lens_q is not None and is_packed:
         attend = paged.attend_apart if torch.compiler.is_compiling() else paged.attend
         out = attend(
             module, query, key, value, cu_seq_lens_q,
@@ -67,7 +68,7 @@ def attention(
         say_once("octavo: attention weights are not returned; attn_implementation='eager' returns them")
     kwargs = {} if position_bias is None else {"position_bias": position_bias}
     return stock.attend(
-        module, query, key, value, attention_mask if plan is None else plan,
+        module, query, key, value, plans.undeferred(attention_mask) if plan is None else plan,
         dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux, is_causal=is_causal, **kwargs,
     )  # fmt: skip
 
@@ -90,7 +91,7 @@ def paged_attention(
     Raises:
         UnsupportedKernelConfig: there is no paged cache, as in an ordinary forward.
     """
-    if cu_seq_lens_q is None or attention_mask is not None:
+    if cu_seq_lens_q is None or kwargs.get("cache") is None:
         raise UnsupportedKernelConfig(
             "attn_implementation='paged|octavo' is for continuous batching and was called without its cache. "
             "Use attn_implementation='octavo' for generate and for a plain forward."

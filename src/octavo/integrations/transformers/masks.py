@@ -36,7 +36,8 @@ def octavo_mask(
 ) -> Tensor | None:
     """A plan (see `plan.py`) where the mask is causal, perhaps with a window, and padding is at the ends.
 
-    Anything else becomes the dense mask that `sdpa` would get, and is computed by it. Arguments are those of
+    Anything else becomes the dense mask that `sdpa` would get, and is computed by it; for packed sequences
+    only once that is certain. Arguments are those of
     Transformers' `sdpa_mask`; `attention_mask` is (B, seen tokens) bool, True = not padding.
 
     Padding on the right needs nothing: no real token sees what comes after it. Rows of padding get some
@@ -61,6 +62,9 @@ def octavo_mask(
         is_understood = False  # where padding is cannot be read here
     if not is_understood:
         if not torch.compiler.is_compiling():
+            if _is_packed(mask_function):
+                # Continuous batching before Transformers 5.23 asks, too, and has lengths that say the same.
+                return plans.as_deferred_mask(plans.Deferred(dense), device)
             say_once("octavo: masks other than causal and sliding ones are made dense and computed by sdpa")
         return dense()
     num_keys = q_offset + q_length - kv_offset
@@ -96,6 +100,7 @@ def _is_capturing(device: torch.device) -> bool:
 # What closures of these factories look like: the only way to read a window out of a mask function.
 _AND_CODE = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 _WINDOW_CODE = masking_utils.sliding_window_overlay(1).__code__
+_PACKED_CODE = masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 
 
 def _causal_window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
@@ -111,6 +116,13 @@ def _causal_window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]
             if getattr(window, "__code__", None) is _WINDOW_CODE:
                 return True, int(_free(window, "sliding_window"))
     return False, None
+
+
+def _is_packed(mask_function: Callable[..., Any]) -> bool:
+    """Whether it separates sequences that lie in one row, which their positions tell apart."""
+    if getattr(mask_function, "__code__", None) is not _AND_CODE:
+        return False
+    return getattr(_free(mask_function, "mask_functions")[-1], "__code__", None) is _PACKED_CODE
 
 
 def _free(function: Any, name: str) -> Any:

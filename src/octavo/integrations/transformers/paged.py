@@ -3,8 +3,8 @@
 Sequences are laid end to end in a batch of one, and come in one of two ways:
 
 - *varlen*, whenever some sequence has more than one new token: keys and values are put into the cache, and a
-  packed copy of each sequence's old and new ones is attended. Transformers 5.23 and newer does the first part
-  before it calls here, older ones leave it to us.
+  packed copy of each sequence's old and new ones is attended. The newest Transformers does the first part
+  before it calls here; older ones hand over the cache, whose `update` has had two signatures.
 - *block table*, when every sequence has one new token: K and V are written into their pages and read there.
   Lengths then come *without* the new token's own slot being filled, and entries of -1 are not allocated.
   Padded rows of a CUDA graph have a length of 0 and are neither written nor attended.
@@ -12,6 +12,8 @@ Sequences are laid end to end in a batch of one, and come in one of two ways:
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -66,45 +68,88 @@ def attend(
     layer: int = getattr(module, "layer_idx", 0)
     longest_q: Any = max_seqlen_q if max_length_q is None else max_length_q
     longest_k: Any = max_seqlen_k if max_length_k is None else max_length_k
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {
         "softmax_scale": scaling, "causal": is_causal is not False,
         "window_size": (-1, -1) if sliding_window is None else (sliding_window - 1, -1),
         "softcap": softcap or 0.0, "sinks": None if sinks is None else sinks.detach(),
     }  # fmt: skip
-    if isinstance(cu_seq_lens_k, dict):  # older versions pass those of all kinds of layers
-        kind = "sliding_attention" if sliding_window is not None else "full_attention"
-        cu_seq_lens_k, longest_k = cu_seq_lens_k[kind], longest_k[kind]
-    if cache is not None:  # newer versions update it before they call
-        if block_table is None:
-            k, v = cache.update(key, value, layer, read_index, write_index)
-        else:
-            group, place = cache.layer_index_to_group_indices[layer]
-            block_table = block_table[group]
-            shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
-            k_cache, v_cache = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
+    k_lens = _Keys(cu_seq_lens_k, longest_k, block_table, k_cache, v_cache)
+    if cache is not None:  # the newest versions have updated it already
+        key, value, k_lens = _update(
+            cache, layer, key, value, k_lens, sliding_window, read_index, write_index
+        )
+    cu_seqlens_k, longest_k, block_table, k_cache, v_cache = k_lens
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if cu_seqlens_q.dtype != torch.int32:
-        cu_seqlens_q, cu_seq_lens_k = cu_seqlens_q.int(), cu_seq_lens_k.int()
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.int(), cu_seqlens_k.int()
     if block_table is not None and k_cache is not None and v_cache is not None:
-        slots = _slots(block_table, cu_seq_lens_k, k_cache.shape[1], layer)
+        slots = _slots(block_table, cu_seqlens_k, k_cache.shape[1], layer)
         write_kv_cache(k, v, k_cache, v_cache, slots)
         longest_k = block_table.shape[1] * k_cache.shape[1]
         out: Tensor = flash_attn_varlen_func(
-            q, k_cache, v_cache, cu_seqlens_q, cu_seq_lens_k, 1, longest_k, block_table=block_table, **options
+            q, k_cache, v_cache, cu_seqlens_q, cu_seqlens_k, 1, longest_k, block_table=block_table, **options
         )
-    else:
-        if cu_seqlens_q.shape[0] == 2 and q.shape[0] > _SHORT:
-            # Rows of a graph may be padded, and a lone sequence that is short is then the other kernel's.
-            cu_seqlens_q = torch.cat([cu_seqlens_q, cu_seqlens_q[1:]])
-            cu_seq_lens_k = torch.cat([cu_seq_lens_k, cu_seq_lens_k[1:]])
-        out = flash_attn_varlen_func(
-            q.contiguous(), k.contiguous(), v.contiguous(), cu_seqlens_q, cu_seq_lens_k, longest_q, longest_k,
-            **options,
-        )  # fmt: skip
+        return out[None]
+    if cu_seqlens_q.shape[0] == 2 and q.shape[0] > _SHORT:
+        # Rows of a graph may be padded, and a lone sequence that is short is then the other kernel's.
+        cu_seqlens_q = torch.cat([cu_seqlens_q, cu_seqlens_q[1:]])
+        cu_seqlens_k = torch.cat([cu_seqlens_k, cu_seqlens_k[1:]])
+    lens = cu_seqlens_q, cu_seqlens_k, longest_q, longest_k
+    out = flash_attn_varlen_func(q.contiguous(), k.contiguous(), v.contiguous(), *lens, **options)
     return out[None]
 
 
 attend_apart: Any = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
+
+
+class _Keys(NamedTuple):
+    """What is known of the keys: of this layer, or, before an update, of each kind of layer."""
+
+    cu_seqlens: Any
+    longest: Any
+    block_table: Any
+    k_cache: Tensor | None
+    v_cache: Tensor | None
+
+
+def _update(
+    cache: Any,
+    layer: int,
+    key: Tensor,
+    value: Tensor,
+    keys: _Keys,
+    sliding_window: int | None,
+    read_index: Any,
+    write_index: Any,
+) -> tuple[Tensor, Tensor, _Keys]:
+    """Have the cache take key and value, unless there is a block table; what is to be attended then."""
+    kind_of_cache: Any = type(cache)
+    if not _takes_indices(kind_of_cache):
+        found = {
+            "cu_seq_lens_k": keys.cu_seqlens, "max_length_k": keys.longest, "block_table": keys.block_table,
+            "read_index": read_index, "write_index": write_index,
+        }  # fmt: skip
+        key, value = cache.update(key, value, layer, found)
+        of_layer = found["cu_seq_lens_k"], found["max_length_k"], found["block_table"]
+        return key, value, _Keys(*of_layer, found.get("k_cache"), found.get("v_cache"))
+    if isinstance(keys.cu_seqlens, dict):
+        kind = "sliding_attention" if sliding_window is not None else "full_attention"
+        keys = keys._replace(cu_seqlens=keys.cu_seqlens[kind], longest=keys.longest[kind])
+    if keys.block_table is None:
+        key, value = (
+            x.transpose(0, 1)[None] for x in cache.update(key, value, layer, read_index, write_index)
+        )
+        return key, value, keys
+    group, place = cache.layer_index_to_group_indices[layer]
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    caches = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
+    return key, value, _Keys(keys.cu_seqlens, keys.longest, keys.block_table[group], *caches)
+
+
+@functools.cache
+def _takes_indices(cache: Any) -> bool:
+    """Whether that class's `update` takes the indices one by one (5.17), not in a dictionary to change."""
+    return "read_index" in inspect.signature(cache.update).parameters
 
 
 class _Step(NamedTuple):

@@ -106,6 +106,33 @@ def as_mask(plan: Plan) -> Tensor:
     return mask
 
 
+class Deferred:
+    """A dense mask that is made when somebody asks for it."""
+
+    def __init__(self, make: Callable[[], Tensor | None]) -> None:
+        self._make = make
+        self._dense: Tensor | None = None
+
+    def dense(self) -> Tensor | None:
+        """(B, 1, Q, T) bool, one for all layers."""
+        if self._dense is None:
+            self._dense = self._make()
+        return self._dense
+
+
+def as_deferred_mask(deferred: Deferred, device: torch.device) -> Tensor:
+    """What travels through the model in its place; no plan, which has other rows."""
+    mask = torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=device)
+    setattr(mask, _ATTRIBUTE, deferred)
+    return mask
+
+
+def undeferred(mask: Tensor | None) -> Tensor | None:
+    """The dense mask for one that was deferred, any other as it is."""
+    found = None if torch.compiler.is_compiling() else getattr(mask, _ATTRIBUTE, None)
+    return found.dense() if isinstance(found, Deferred) else mask
+
+
 def is_plan(mask: Any) -> bool:
     """Whether an attention mask is a plan."""
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] == 3
