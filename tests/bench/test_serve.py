@@ -187,6 +187,10 @@ OVERLOADED = {"error": {"message": "full", "type": "rate_limit_error", "code": "
             [stub.HEAD, stub.piece("a"), stub.event({"error": {"type": "server_error"}})],
             "error event server_error",
         ),
+        (
+            [stub.HEAD, stub.event({"object": "error", "type": "BadRequestError"})],
+            "error event BadRequestError",
+        ),
         ([stub.HEAD, stub.piece("a"), stub.END], "stream without [DONE]"),
         ([stub.HEAD, stub.event("{oops"), stub.END], "malformed event"),
         ([stub.HEAD, stub.event("[1]"), stub.END], "malformed event"),

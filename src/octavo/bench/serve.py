@@ -185,7 +185,7 @@ class _Exchange:
             event = json.loads(data)
             if not isinstance(event, dict):
                 raise ValueError("not an object")
-            error = event.get("error")
+            error = event.get("error") or (event.get("object") == "error" and event)
             if error:
                 kind = error.get("type") or error.get("code") if isinstance(error, dict) else None
                 self._hang_up()
