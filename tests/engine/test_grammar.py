@@ -15,9 +15,10 @@ from helpers.tokenizers_by_hand import byte_level, sentencepiece_like
 
 from octavo.engine import grammar as grammars
 from octavo.engine.grammar import Grammar, GrammarCompiler, fill_masks
-from octavo.engine.grammar_masks import BITS, forbidden_in_rows, forbidden_tokens
+from octavo.engine.grammar_masks import BITS, GrammarMasks, forbidden_in_rows, forbidden_tokens
+from octavo.engine.request import Request
 from octavo.errors import EngineError, RequestError
-from octavo.sampling_params import StructuredOutput, lark_json
+from octavo.sampling_params import SamplingParams, StructuredOutput, lark_json
 from octavo.text.recipe import TokenizerRecipe
 from octavo.text.tokenizer import Tokenizer
 
@@ -183,6 +184,34 @@ def test_both_ways_of_reading_a_mask_read_the_same():
         expected = [token_id not in token_ids for token_id in range(98)]
         assert forbidden_tokens(masks[row], 98).tolist() == expected
         assert together[row].tolist() == expected
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2), (0, 2), (1,)])
+def test_a_gpu_covers_the_same_logits(smollm2: GrammarCompiler, places: tuple[int, ...]):
+    form = StructuredOutput(regex="[a-z]{3}")
+    start = smollm2.compile(form)
+    held = SamplingParams(structured_output=form)
+    sequences = []
+    for row in range(3):
+        is_held = row in places
+        params = held if is_held else SamplingParams()
+        grammar = start if is_held else None
+        request = Request("r", [0], params, seeds=[0], first_seq_id=0, arrival=0, grammar=grammar)
+        sequences += request.sequences
+        for _ in range(row):
+            if sequences[row].grammar is not None:
+                accept(sequences[row].grammar, "a")
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    masks = GrammarMasks(sequences, VOCAB_SIZE, torch.device("cpu"))
+    assert masks.rows == list(places)
+    expected, got = logits.clone(), logits.clone()
+    assert masks.apply(expected) == {}
+    words = torch.empty((len(places), start.num_mask_words), dtype=torch.int32)
+    fill_masks([seq.grammar for seq in sequences if seq.grammar is not None], words.numpy())
+    masks._cover_together(got, words)
+    assert torch.equal(got, expected)
+    for row in range(3):
+        assert bool(expected[row].isinf().any()) == (row in places)
 
 
 def test_a_sentencepiece_vocabulary():

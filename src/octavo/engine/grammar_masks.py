@@ -29,9 +29,8 @@ class GrammarMasks:
         self._grammars = [grammar for _, _, grammar in having]
         self._vocab_size = vocab_size
         self._device = device
-        if self.rows and device.type != "cpu":
-            self._bits = BITS.to(device)
-            self._row_ids = torch.tensor(self.rows, device=device)
+        self._row_ids: Tensor | None = None
+        self._bits: Tensor | None = None
 
     def apply(self, logits: Tensor) -> dict[int, str]:
         """Set the logits of tokens that no grammar allows to -inf, in place.
@@ -55,16 +54,33 @@ class GrammarMasks:
             elif seq.num_tokens - seq.num_prompt_tokens < seq.params.min_tokens:
                 _hold(words[place], seq.stop_ids)
         if self._device.type == "cpu":
-            for place, row in enumerate(self.rows):
-                logits[row].masked_fill_(forbidden_tokens(words[place], self._vocab_size), -math.inf)
+            self._cover_row_by_row(logits, words)
         else:
-            packed = masks.to(self._device, non_blocking=True)
-            forbidden = forbidden_in_rows(packed, self._bits, self._vocab_size)
-            if len(self.rows) == len(logits):
-                logits.masked_fill_(forbidden, -math.inf)
-            else:
-                logits[self._row_ids] = logits[self._row_ids].masked_fill_(forbidden, -math.inf)
+            self._cover_together(logits, masks)
         return errors
+
+    def _cover_row_by_row(self, logits: Tensor, masks: npt.NDArray[np.int32]) -> None:
+        """For a CPU: a row at a time stays in its caches."""
+        for place, row in enumerate(self.rows):
+            logits[row].masked_fill_(forbidden_tokens(masks[place], self._vocab_size), -math.inf)
+
+    def _cover_together(self, logits: Tensor, masks: Tensor) -> None:
+        """For a GPU: a few kernels, whatever the number of rows."""
+        if self._row_ids is None or self._bits is None:
+            self._row_ids = self._uploaded(torch.tensor(self.rows))
+            self._bits = self._uploaded(BITS)
+        packed = masks.to(self._device, non_blocking=True)
+        forbidden = forbidden_in_rows(packed, self._bits, self._vocab_size)
+        if len(self.rows) == len(logits):
+            logits.masked_fill_(forbidden, -math.inf)
+        else:
+            logits[self._row_ids] = logits[self._row_ids].masked_fill_(forbidden, -math.inf)
+
+    def _uploaded(self, values: Tensor) -> Tensor:
+        """On the device; from pinned memory, so that nothing waits."""
+        if self._device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self._device, non_blocking=True)
 
 
 def forbidden_tokens(mask: npt.NDArray[np.int32], vocab_size: int) -> Tensor:
