@@ -18,6 +18,7 @@ def builder_for(engine: ScriptedEngine) -> BatchBuilder:
         num_rows=engine.scheduler.max_num_rows,
         max_blocks_per_row=-(-engine.max_model_len // engine.block_size),
         block_size=engine.block_size,
+        overlap=True,
     )
 
 
@@ -45,11 +46,13 @@ def check_batch(engine: ScriptedEngine, plan: Schedule, batch: Batch) -> None:
     assert meta.max_seqlen_k == max(b - a for a, b in pairwise(cu_k))
     assert meta.block_table.shape == (len(plan.sequences), -(-meta.max_seqlen_k // engine.block_size))
     assert batch.logits_rows.tolist() == [cu_q[row + 1] - 1 for row in plan.sampled_rows]
+    assert batch.sampled_rows.tolist() == [seq.row for seq in plan.sampled]
     buffers = set()
     for tensor, dtype in (
         (batch.input_ids, torch.int64),
         (batch.positions, torch.int64),
         (batch.logits_rows, torch.int64),
+        (batch.sampled_rows, torch.int64),
         (meta.slot_mapping, torch.int64),
         (meta.cu_seqlens_q, torch.int32),
         (meta.cu_seqlens_k, torch.int32),
@@ -80,6 +83,26 @@ def test_mixed_step_spelled_out() -> None:
     assert batch.metadata.cu_seqlens_k.tolist() == [0, 6, 9]
     assert batch.metadata.block_table.tolist() == [[7, 2], [5, -1]]
     assert batch.logits_rows.tolist() == [0, 3]
+
+
+def test_ids_that_the_host_does_not_know_yet() -> None:
+    engine = ScriptedEngine(num_blocks=16, block_size=4, max_num_batched_tokens=16, max_prefill_share=1.0)
+    first = engine.add([10, 11, 12], max_tokens=4).sequences[0]
+    second = engine.add([20, 21], max_tokens=4).sequences[0]
+    builder = builder_for(engine)
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert builder.build(plan).unknown.tolist() == []
+    engine.scheduler.advance(plan)
+    third = engine.add([30, 31, 32], max_tokens=4).sequences[0]
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    batch = builder.build(plan)
+    assert batch.input_ids.tolist() == [0, 0, 30, 31, 32]
+    assert batch.positions.tolist() == [3, 2, 0, 1, 2]
+    assert batch.unknown.tolist() == [0, 1]
+    assert batch.unknown_rows.tolist() == [first.row, second.row]
+    assert batch.sampled_rows.tolist() == [first.row, second.row, third.row]
 
 
 def test_rows_stay_right_through_forks_preemption_and_reuse() -> None:

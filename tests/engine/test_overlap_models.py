@@ -6,11 +6,14 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from helpers.models import saved, tiny_hf_model
 
 from octavo.config import EngineConfig
+from octavo.engine import build
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
+from octavo.engine.request import Request
 from octavo.engine.sampler import Sampler
 from octavo.models.registry import LoadedModel, load_model
 from octavo.sampling_params import SamplingParams
@@ -69,6 +72,46 @@ def test_the_same_tokens_as_one_step_after_the_other(
             assert [c.finish_reason for c in ours] == [c.finish_reason for c in theirs]
             assert (our_prompt is None) == (their_prompt is None)
         assert ("num_blocks" in limits) == (engine.stats().num_preemptions > 0)
+
+
+@pytest.mark.parametrize("with_kernel", [False, True])
+def test_bad_logits_end_their_row_alone(
+    loaded: LoadedModel, with_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step behind it is launched with whatever stands for the token that could not be drawn."""
+    limits = {"num_blocks": 80, "block_size": 4, "overlap": True}
+
+    def run() -> list[Request]:
+        engine = build_engine(EngineConfig(model="m", **limits), loaded, None)
+        engine.runner.sampler = Sampler(VOCAB_SIZE, with_kernel=with_kernel)
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        requests = [engine.add_request([i + 1, 7], params) for i in range(3)]
+        while engine.has_work:
+            engine.step()
+        assert engine.cache.num_owned == 0
+        return requests
+
+    expected = [request.sequences[0].output_token_ids for request in run()]
+    compute_logits = loaded.model.compute_logits
+    num_steps = 0
+
+    def poisoned(self: object, hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal num_steps
+        num_steps += 1
+        logits = compute_logits(hidden).clone()
+        logits[1] = torch.nan if num_steps == 5 else logits[1]
+        return logits
+
+    monkeypatch.setattr(
+        build, "smallest_step", lambda: ([1, 1], [1, 1])
+    )  # it has a second row
+    monkeypatch.setattr(type(loaded.model), "compute_logits", poisoned)
+    good, bad, fine = run()
+    assert [good.sequences[0].output_token_ids, fine.sequences[0].output_token_ids] == expected[::2]
+    assert bad.sequences[0].output_token_ids == expected[1][:3]
+    assert bad.output is not None
+    assert bad.output.error is not None
+    assert bad.output.error.startswith("the model's logits hold NaN")
 
 
 def test_with_prefix_hits(loaded: LoadedModel) -> None:

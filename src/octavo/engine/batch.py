@@ -19,7 +19,7 @@ from octavo.layers.attention_metadata import AttentionMetadata
 # Triton compiles apart for addresses that divide by 16 and for those that do not.
 _ALIGNMENT = 16
 
-_NONE = np.empty(0, dtype=np.int64)
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,10 @@ class Batch:
     """The packed tokens of a step.
 
     input_ids, positions: (T,) int64. logits_rows: (S,) int64, the packed position whose logits sample j is
-    drawn from. sampled_rows: (S,) int64, the row of the sequence that sample j is drawn for.
-    unknown: (U,) int64, the packed positions whose ids the host does not know yet (they hold 0), and
-    unknown_rows: (U,) int64, the rows whose last token they are.
+    drawn from.
+    For steps that are launched before the last one was read, else empty: sampled_rows: (S,) int64, the row of
+    the sequence that sample j is drawn for. unknown: (U,) int64, the packed positions whose ids the host does
+    not know yet (they hold 0), and unknown_rows: (U,) int64, the rows whose last token they are.
     """
 
     input_ids: torch.Tensor
@@ -56,7 +57,9 @@ class BatchBuilder:
         max_blocks_per_row: int,
         block_size: int,
         device: torch.device | None = None,
+        overlap: bool = False,
     ) -> None:
+        self._overlap = overlap
         self._block_table_of = block_table
         self._block_size = block_size
         self._device = device or torch.device("cpu")
@@ -87,10 +90,8 @@ class BatchBuilder:
             lengths=ends,
             block_table=self._table[rows, :num_columns],
             logits_rows=cu_seqlens_q[1:][plan.sampled_rows] - 1,
-            sampled_rows=np.array([seq.row for seq in plan.sampled], dtype=np.int64),
-            unknown=np.array(unknown, dtype=np.int64),
-            unknown_rows=np.array(unknown_rows, dtype=np.int64),
             device=self._device,
+            overlapped=[[seq.row for seq in plan.sampled], unknown, unknown_rows] if self._overlap else None,
         )
 
     def sync_rows(self, sequences: list[Sequence]) -> None:
@@ -147,14 +148,12 @@ def pack_batch(
     block_table: npt.NDArray[np.int32],
     logits_rows: npt.NDArray[np.int64],
     device: torch.device,
-    sampled_rows: npt.NDArray[np.int64] = _NONE,
-    unknown: npt.NDArray[np.int64] = _NONE,
-    unknown_rows: npt.NDArray[np.int64] = _NONE,
+    overlapped: list[list[int]] | None = None,
 ) -> Batch:
     """A batch of B sequences on `device`.
 
-    num_new: (B,) new tokens of each. lengths: (B,) context lengths, the new tokens included. The rest is the
-    batch's own.
+    num_new: (B,) new tokens of each. lengths: (B,) context lengths, the new tokens included. overlapped: the
+    batch's sampled_rows, unknown and unknown_rows.
     """
     parts = _upload(
         [
@@ -162,30 +161,29 @@ def pack_batch(
             positions,
             slots,
             logits_rows,
-            sampled_rows,
-            unknown,
-            unknown_rows,
             _prefix_sums(num_new).astype(np.int32),
             _prefix_sums(lengths).astype(np.int32),
             block_table,
+            *(np.array(numbers, dtype=np.int64) for numbers in overlapped or ()),
         ],
         device,
     )
+    sampled_rows, unknown, unknown_rows = parts[7:] if overlapped else [_NONE] * 3
     return Batch(
         input_ids=parts[0],
         positions=parts[1],
         metadata=AttentionMetadata(
             slot_mapping=parts[2],
-            cu_seqlens_q=parts[7],
-            cu_seqlens_k=parts[8],
-            block_table=parts[9],
+            cu_seqlens_q=parts[4],
+            cu_seqlens_k=parts[5],
+            block_table=parts[6],
             max_seqlen_q=int(num_new.max()),
             max_seqlen_k=int(lengths.max()),
         ),
         logits_rows=parts[3],
-        sampled_rows=parts[4],
-        unknown=parts[5],
-        unknown_rows=parts[6],
+        sampled_rows=sampled_rows,
+        unknown=unknown,
+        unknown_rows=unknown_rows,
     )
 
 

@@ -84,6 +84,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         max_blocks_per_row=min(num_blocks, -(-config.max_model_len // config.block_size)),
         block_size=config.block_size,
         device=loaded.device,
+        overlap=bool(config.overlap),
     )
     vocab_size = loaded.config.vocab_size
     runner = ModelRunner(loaded.model, kv_cache, batches, Sampler(vocab_size))

@@ -141,8 +141,9 @@ class ModelRunner:
         with self._span("logits and sampling"):
             logits = self.model.compute_logits(hidden[batch.logits_rows])
             drawn = self.sampler.launch(logits, plan.sampled)
-            # A row in error has no token, and may be computed on before that is known.
-            self._last_token_ids.index_copy_(0, batch.sampled_rows, drawn.token_ids.clamp_min(0))
+            if len(batch.sampled_rows):
+                # A row in error has no token, and may be computed on before that is known.
+                self._last_token_ids.index_copy_(0, batch.sampled_rows, drawn.token_ids.clamp_min(0))
         return drawn
 
     def _collect_prompt_logprobs(self, plan: Schedule, hidden: torch.Tensor) -> None:
