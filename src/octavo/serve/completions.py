@@ -90,14 +90,18 @@ async def _encode(
             "at once",
             param="prompt",
         )
-    encoded: list[tuple[str | None, list[int]]] = []
-    for i, prompt in enumerate(prompts):
-        token_ids = await engine.encode(prompt) if isinstance(prompt, str) else prompt
+    if isinstance(prompts[0], str):
+        tokenizer = engine.tokenizer
+        num_characters = sum(map(len, prompts))
+        all_ids = await engine.off_loop(num_characters, lambda: [tokenizer.encode(text) for text in prompts])
+    else:
+        all_ids = prompts
+    for i, token_ids in enumerate(all_ids):
         if not token_ids:
             where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             raise ApiError(400, f"{where} is empty: there is no token to continue from", param="prompt")
-        encoded.append((prompt if isinstance(prompt, str) else None, token_ids))
-    return encoded
+    texts = prompts if isinstance(prompts[0], str) else [None] * len(prompts)
+    return list(zip(texts, all_ids, strict=True))
 
 
 def _is_one(prompt: str | Sequence[Any]) -> bool:
