@@ -224,6 +224,28 @@ def test_a_length_that_is_none_is_left_to_the_body(length):
     assert answer.status_code == 200
 
 
+def test_of_an_endless_body_only_so_much_is_taken_in(monkeypatch):
+    monkeypatch.setattr(guard, "MAX_DISCARDED_BYTES", 2000)
+    num_taken, sent = 0, []
+
+    async def receive():
+        nonlocal num_taken
+        await asyncio.sleep(0)
+        num_taken += 100
+        return {"type": "http.request", "body": b"x" * 100, "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    async def test():
+        async with asyncio.timeout(10):
+            await guard.BodyLimit(None, max_bytes=1000)({"type": "http", "headers": []}, receive, send)
+
+    run(test())
+    assert sent[0]["status"] == 413
+    assert num_taken <= 1100 + 2100
+
+
 @contextlib.asynccontextmanager
 async def over_sockets(script, settings):
     """The base URL of the application in a real HTTP server of this event loop."""
