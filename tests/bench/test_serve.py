@@ -349,6 +349,27 @@ def test_clients_that_hang_up_do_so_at_their_piece_and_the_server_sees_it():
     assert summary.ttft.count == 4
 
 
+def test_a_run_that_is_cut_tells_what_was_answered_and_hangs_up():
+    def endless(path, body):
+        is_short = body["max_tokens"] == 1
+        return stub.answer("a") if is_short else [stub.HEAD, stub.piece("a"), stub.WAIT_FOR_EOF]
+
+    async def test():
+        generator = LoadGenerator(target(server.base_url))
+        lens = [1, 1, 1, 9, 9]
+        running = asyncio.create_task(generator.run([Call(None, "a", n) for n in lens], concurrency=2))
+        while not (len(generator.answers) == 3 and generator.num_open == 2 and len(server.requests) == 5):
+            await asyncio.sleep(0.005)
+        running.cancel()
+        return await running
+
+    with stub_server(endless) as server:
+        load = asyncio.run(asyncio.wait_for(test(), 20))
+        assert server.lost.wait(5)
+    assert (len(load.answers), load.is_cut) == (3, True)
+    assert "note: interrupted" in as_text(summarise(load))
+
+
 def test_no_call_at_all_is_an_error():
     with pytest.raises(ConfigError, match="no call"):
         run_load(target("http://127.0.0.1:1"), [])

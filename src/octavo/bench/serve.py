@@ -122,13 +122,17 @@ class Answer:
 
 @dataclass
 class Load:
-    """A finished run. `cpu_s` is the processor time the generator itself took."""
+    """A finished run. `cpu_s` is the processor time the generator itself took.
+
+    `is_cut`: it was cancelled (Ctrl-C), and calls that were open then are not among the answers.
+    """
 
     answers: list[Answer]
     elapsed_s: float
     cpu_s: float
     num_connections: int
     started: float
+    is_cut: bool = False
 
 
 class _Exchange:
@@ -252,7 +256,8 @@ class LoadGenerator:
         """Send `calls`: when they are due, or without due times by `concurrency` clients in a closed loop.
 
         With due times `concurrency` bounds what is open at once, and waiting for a place counts. After
-        `duration_s` no call is sent any more; those on their way are waited for.
+        `duration_s` no call is sent any more; those on their way are waited for. When it is cancelled it
+        hangs up and returns what has been answered; with no answer it is CancelledError.
         """
         raise_file_limit()
         prepared: Iterator[tuple[Call, bytes | None]]
@@ -269,16 +274,22 @@ class LoadGenerator:
             cpu_before = _cpu_s()
             self._started = started = time.perf_counter()
             self._deadline = started + duration_s if duration_s is not None else float("inf")
-            if first[0].at_s is None:
-                await self._closed_loop(first, prepared, concurrency or 1)
-            else:
-                await self._open_loop(first, prepared, concurrency)
+            is_cut = False
+            try:
+                if first[0].at_s is None:
+                    await self._closed_loop(first, prepared, concurrency or 1)
+                else:
+                    await self._open_loop(first, prepared, concurrency)
+            except asyncio.CancelledError:
+                if not self.answers:
+                    raise
+                is_cut = True
             elapsed_s = max(answer.end_s for answer in self.answers)
             cpu_s = _cpu_s() - cpu_before
         finally:
             gc.unfreeze()
             self._connections.close()
-        return Load(self.answers, elapsed_s, cpu_s, self._connections.num_opened, started)
+        return Load(self.answers, elapsed_s, cpu_s, self._connections.num_opened, started, is_cut)
 
     async def _closed_loop(
         self, first: tuple[Call, bytes | None], rest: Iterator[tuple[Call, bytes | None]], concurrency: int
@@ -336,6 +347,10 @@ class LoadGenerator:
                     exchange.connection = connection
                     connection.send(request, exchange)
                     await exchange.done
+                except asyncio.CancelledError:
+                    if connection is not None:
+                        connection.hang_up()
+                    raise
                 except (OSError, TimeoutError) as error:
                     kind = "connect timeout" if isinstance(error, TimeoutError) else "connect failed"
                     answer.error, answer.detail = kind, f"{type(error).__name__}: {error}"

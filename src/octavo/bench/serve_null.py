@@ -140,10 +140,10 @@ class NullServer:
 @contextlib.contextmanager
 def running(interval_s: float, num_groups: int = 1) -> Iterator[str]:
     """A null server in a process of its own; its base URL."""
-    command = (sys.executable, "-m", "octavo.bench.serve_null", "--interval", str(interval_s))
-    with subprocess.Popen(
-        (*command, "--groups", str(num_groups)), stdout=subprocess.PIPE, text=True
-    ) as process:
+    options = ("--interval", str(interval_s), "--groups", str(num_groups))
+    command = (sys.executable, "-m", "octavo.bench.serve_null", *options)
+    # A session of its own: Ctrl-C is for the load generator, which then ends it.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stdout is not None
             yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"

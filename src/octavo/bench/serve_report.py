@@ -122,6 +122,7 @@ class Summary:
     cpu_share: float
     cpu_per_piece_s: float | None
     num_connections: int
+    is_cut: bool
 
     @property
     def num_failed(self) -> int:
@@ -168,6 +169,7 @@ def summarise(load: Load, slo: Slo | None = None) -> Summary:
         cpu_share=load.cpu_s / load.elapsed_s,
         cpu_per_piece_s=load.cpu_s / num_pieces if num_pieces else None,
         num_connections=load.num_connections,
+        is_cut=load.is_cut,
     )
 
 
@@ -202,7 +204,7 @@ def as_text(summary: Summary) -> str:
 
 def _remarks(s: Summary) -> list[str]:
     """What a reader must know to trust the numbers."""
-    lines = []
+    lines = ["note: interrupted; calls that were open then are left out"] if s.is_cut else []
     if s.num_uncounted:
         lines.append(
             f"note: the server did not count the tokens of {s.num_uncounted} answers; pieces of text stand in"

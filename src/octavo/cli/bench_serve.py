@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from octavo.bench.serve import LoadGenerator, Target
     from octavo.bench.serve_calls import Call
 
+INTERRUPTED = 130
 _KEYS = ("--api-key", "--header")
 _load: Any = {"rich_help_panel": "Load"}
 _calls: Any = {"rich_help_panel": "What is asked"}
@@ -246,6 +247,8 @@ def serve(
         write_answers(requests_file, done.answers)
     if plot_file is not None:
         draw(plot_file, done, f"{target.model} at {target.endpoint.url}")
+    if done.is_cut:
+        return INTERRUPTED
     return 1 if summary.num_failed else 0
 
 
