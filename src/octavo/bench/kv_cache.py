@@ -49,7 +49,7 @@ class Sizes:
     rounds: int = 3
     reserved_len: int = 1024
     reserved_requests: int = 8
-    num_requests: int = 48
+    num_requests: int = 96
     shortest: int = 16
     longest_prompt: int = 256
     longest_answer: int = 96
