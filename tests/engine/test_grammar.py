@@ -271,6 +271,12 @@ def test_a_grammar_is_compiled_once_and_so_is_a_refusal(
     for count in range(4, 8):
         smollm2.compile(StructuredOutput(regex=f"a{{{count}}}"))
     assert smollm2.start(StructuredOutput(regex="a{3}")) is not good, "the oldest was forgotten"
+    monkeypatch.setattr(grammars, "MAX_KEPT", 9)
+    monkeypatch.setattr(grammars, "MAX_KEPT_CHARS", 20)
+    smollm2.compile(StructuredOutput(regex="b{3}"))
+    assert smollm2.start(StructuredOutput(regex="b{3}")).done()
+    long = smollm2.start(StructuredOutput(regex="bbbbbbbbbbbbbbbbbbb"))
+    assert list(smollm2._compiled.values()) == [long], "so was all that is too long together"
 
 
 def test_after_close_nothing_is_left_and_nothing_is_taken():

@@ -31,8 +31,10 @@ from octavo.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-MAX_KEPT: Final = 64
-"""Compiled grammars, and refusals, that are remembered."""
+MAX_KEPT: Final = 32
+"""Compiled grammars, and refusals, that are remembered; a large one takes some 40 MB."""
+MAX_KEPT_CHARS: Final = 524_288
+"""How long their texts may be together."""
 
 _STACK_BYTES = 16 * 2**20
 _MAX_MASK_THREADS = 16
@@ -126,10 +128,17 @@ class GrammarCompiler:
         self.prepare()
         assert self._pool is not None
         future = self._compiled[output] = self._pool.submit(self._compile, output)
-        done = [kept for kept, compiled in self._compiled.items() if compiled.done()]
-        for oldest in done[: max(0, len(self._compiled) - MAX_KEPT)]:
-            del self._compiled[oldest]
+        self._forget_oldest()
         return future
+
+    def _forget_oldest(self) -> None:
+        num_kept, num_chars = len(self._compiled), sum(map(_num_chars, self._compiled))
+        for oldest in [kept for kept, compiled in self._compiled.items() if compiled.done()]:
+            if num_kept <= MAX_KEPT and num_chars <= MAX_KEPT_CHARS:
+                break
+            del self._compiled[oldest]
+            num_kept -= 1
+            num_chars -= _num_chars(oldest)
 
     def prepare(self) -> None:
         """Have the vocabulary read, so that the first request need not wait for it."""
@@ -283,6 +292,10 @@ class _Encoder:
             if spelled(token_ids[start:]) == wanted:
                 return token_ids[start:]
         return self._speller.spell(wanted)
+
+
+def _num_chars(output: StructuredOutput) -> int:
+    return len(output.json_schema or output.regex or output.lark or "")
 
 
 def _num_cpus() -> int:
