@@ -1,5 +1,7 @@
 """Continuous batching with `octavo` gives the tokens of `generate`, through both of its conventions."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.hf_generation import (
@@ -120,6 +122,26 @@ def test_training_after_continuous_batching_is_unharmed(kind, computed_by):
     assert set(computed_by) == {"stock"}
     for name, gradient in want.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "is_used"),
+    [
+        ({"layer_types": ["full_attention"]}, 6, True),
+        ({"layer_types": None, "sliding_window": None}, 6, True),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, 6, False),
+        ({"layer_types": None, "sliding_window": 8}, 6, False),
+        ({"layer_types": ["full_attention"]}, 0, False),
+    ],
+    ids=str,
+)
+def test_a_block_table_is_made_where_it_can_be_used(facts, asked, is_used):
+    from transformers.generation.continuous_batching import initialization
+
+    config = SimpleNamespace(_attn_implementation="octavo", **facts)
+    resolved = batching(max_blocks_per_request=asked)
+    initialization.ensure_decode_fast_path_is_available(config, resolved, True)
+    assert resolved.max_blocks_per_request == (asked if is_used else 0)
 
 
 def test_registering_twice_wraps_nothing_twice():

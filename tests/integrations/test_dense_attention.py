@@ -107,6 +107,24 @@ def test_a_mask_cut_or_keys_added_on_the_way_is_an_error():
         attention(module(), q, k, v, octavo_mask(2, 1, 8, q_offset=7))
 
 
+def test_few_keys_none_of_them_hidden_are_left_to_torch_on_a_gpu():
+    """Where the host is what takes time. Only the rule is tested here; on a CPU it does not apply."""
+    from octavo.integrations.transformers.attention import _is_launch_bound
+
+    def plan(**arguments):
+        return plans.of_mask(octavo_mask(2, 1, 9, q_offset=8, **arguments), 0, 0, None)
+
+    key, wide = torch.empty(2, 2, 9, 16), torch.empty(2, 8, 2**17, 128, device="meta")
+    padding = torch.tensor([[0] + [1] * 8, [1] * 9]).bool()
+    assert _is_launch_bound(key, plan(), None, None)
+    assert _is_launch_bound(key, plan(mask_function=sliding_window_causal_mask_function(9)), None, None)
+    assert not _is_launch_bound(key, plan(mask_function=sliding_window_causal_mask_function(8)), None, None)
+    assert not _is_launch_bound(key, plan(attention_mask=padding), None, None)
+    assert not _is_launch_bound(key, plan(), 3.0, None)
+    assert not _is_launch_bound(key, plan(), None, torch.zeros(6))
+    assert not _is_launch_bound(wide, plan(), None, None)
+
+
 @pytest.mark.parametrize(("dim", "v_dim"), [(288, 288), (24, 16)])
 def test_head_dimensions_without_a_kernel_run_as_sdpa_and_that_is_said(dim, v_dim, caplog, monkeypatch):
     monkeypatch.setattr("octavo.integrations.transformers.masks._said", set())

@@ -79,6 +79,20 @@ def test_what_no_plan_can_say_is_sdpas_own_mask(special):
     assert got.tolist() == want.tolist()
 
 
+def test_the_mask_of_packed_sequences_is_made_when_somebody_asks_for_it(monkeypatch):
+    """Some versions of continuous batching have it made in every step, and never look at it."""
+    apart = masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1]]))
+    arguments = {"batch_size": 1, "q_length": 4, "kv_length": 4}
+    packed = masking_utils.and_masks(CAUSAL, apart)
+    want = masking_utils.sdpa_mask(**arguments, mask_function=packed, allow_is_causal_skip=False)
+    with monkeypatch.context() as patch:
+        patch.delattr(masking_utils, "sdpa_mask")
+        deferred = octavo_mask(**arguments, mask_function=packed)
+    assert not plans.is_plan(deferred)
+    assert plans.undeferred(deferred).tolist() == want.tolist()
+    assert plans.undeferred(deferred) is plans.undeferred(deferred)
+
+
 def test_packed_sequences_do_not_see_each_other(computed_by):
     """Positions that begin again in one row are several sequences: a dense mask, and sdpa's result."""
     first, second = prompts(6, 5)

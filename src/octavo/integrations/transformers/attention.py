@@ -86,7 +86,7 @@ def paged_attention(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> Output:
-    """`paged|octavo`, under which Transformers before 5.23 runs continuous batching.
+    """`paged|octavo`, under which Transformers 5.17 runs continuous batching.
 
     Raises:
         UnsupportedKernelConfig: there is no paged cache, as in an ordinary forward.

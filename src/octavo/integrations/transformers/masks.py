@@ -63,7 +63,7 @@ def octavo_mask(
     if not is_understood:
         if not torch.compiler.is_compiling():
             if _is_packed(mask_function):
-                # Continuous batching before Transformers 5.23 asks, too, and has lengths that say the same.
+                # Continuous batching of some versions (5.20) asks, too, and has lengths that say the same.
                 return plans.as_deferred_mask(plans.Deferred(dense), device)
             say_once("octavo: masks other than causal and sliding ones are made dense and computed by sdpa")
         return dense()
