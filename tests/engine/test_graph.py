@@ -308,6 +308,7 @@ def test_changes_bring_a_copy_of_the_table_up_to_date() -> None:
             changes = batches.take_changes(torch.device("cpu"))
             assert changes is not None
             assert len(set(changes[0].tolist())) == len(changes[0]), "an entry comes twice: which one stays?"
+            assert batches.take_changes(torch.device("cpu")) is None, "they were taken"
             copy.view(-1).index_copy_(0, *changes)
             for seq in sequences:
                 table = tables[seq.seq_id]
