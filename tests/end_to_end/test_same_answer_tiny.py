@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from helpers.models import hf_logits, random_ids, saved, tiny_hf_model
+import torch
+from helpers import triton_here
+from helpers.models import PagedDriver, hf_logits, random_ids, saved, tiny_hf_model
 
 from octavo import SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.build import build_engine
 from octavo.engine.stats import EngineStats
+from octavo.kernels import backend
 from octavo.models.registry import LoadedModel, load_model
 
 NUM_NEW = 12
@@ -55,3 +59,19 @@ def test_alone_batched_chunked_preempted_and_from_the_prefix_cache(model_type: s
     hits, stats = run(loaded, PROMPTS, max_num_seqs=1)
     assert hits == alone
     assert stats.num_hit_tokens > 0
+
+
+@pytest.mark.skipif(not triton_here.interpreted(), reason="tests/gpu has the compiled kernels")
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3_moe"])
+def test_the_triton_kernels_are_as_exact_as_the_reference(model_type: str, tmp_path: Path) -> None:
+    hf = tiny_hf_model(model_type)
+    loaded = load_model(saved(hf, tmp_path), dtype="float16")  # float32 would be packed for the CPU
+    ids = random_ids(13, seed=1)
+    exact = hf_logits(hf, ids)
+    errors = {}
+    for room in ("reference", "triton"):
+        driver = PagedDriver(loaded)
+        with backend.use(room), np.errstate(all="ignore"):
+            pieces = [driver.step({"a": ids[:9]})["a"], *(driver.step({"a": [i]})["a"] for i in ids[9:])]
+        errors[room] = float((torch.cat(pieces) - exact).square().mean().sqrt())
+    assert 0 < errors["triton"] <= 2 * errors["reference"] < 0.05

@@ -125,6 +125,13 @@ def test_the_invariant_form_has_one_tile_for_any_number_of_rows(implementation: 
         )
 
 
+@pytest.mark.rooms("triton")
+def test_triton_takes_no_weights_that_were_packed_for_a_cpu(implementation: str) -> None:
+    packed = pack_experts([torch.ones(5, 4)], 1, "float32")
+    with pytest.raises(UnsupportedKernelConfig, match=r"w.form = 'float32' is not supported"):
+        grouped_linear(torch.ones(3, 4), packed, prefix([3]))
+
+
 def test_a_weight_is_a_view_and_packs_like_one_alone() -> None:
     weights = draw(3, 20, 70)
     packed = pack_experts(weights, 3, "int8")

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels import checks
 from octavo.kernels.grouped_linear import PackedExperts
 from octavo.kernels.triton import is_interpreted, launch, tuning
 from octavo.kernels.triton.tuning import Parameters
@@ -95,6 +96,9 @@ def grouped_linear(
 
     `parameters` take the place of those of this GPU's table.
     """
+    if w.data.dim() != 3:  # panels for a CPU, with this room forced
+        way_out = "Triton's kernel takes weights that are not packed: form 'dense'."
+        raise checks.unsupported("grouped_linear", "w.form", repr(w.form), way_out)
     num_groups, width, depth = w.shape
     num_rows = x.shape[0] if sources is None else sources.shape[0]
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
