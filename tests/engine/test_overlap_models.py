@@ -102,9 +102,7 @@ def test_bad_logits_end_their_row_alone(
         logits[1] = torch.nan if num_steps == 5 else logits[1]
         return logits
 
-    monkeypatch.setattr(
-        build, "smallest_step", lambda: ([1, 1], [1, 1])
-    )  # it has a second row
+    monkeypatch.setattr(build, "smallest_step", lambda: ([1, 1], [1, 1]))  # it has a second row
     monkeypatch.setattr(type(loaded.model), "compute_logits", poisoned)
     good, bad, fine = run()
     assert [good.sequences[0].output_token_ids, fine.sequences[0].output_token_ids] == expected[::2]
