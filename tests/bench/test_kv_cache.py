@@ -112,6 +112,14 @@ def test_a_smaller_dtype_halves_a_token(row: Callable[[str], Row]) -> None:
     assert 0 < row("dtype/change of a log probability, float16").value < 0.1
 
 
+def test_random_weights_of_another_library_give_no_answers_to_compare(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())
+    models = Models(str(tmp_path), load_format="dummy", num_threads=1)
+    found = {row.name: row for row in measure(models, SIZES, ["growth"])}
+    assert found["growth/answers equal to ours with a cache"].value == 100
+    assert "Transformers" in found["growth/total/12"].peers
+
+
 def test_from_where_on_the_cache_is_ahead() -> None:
     assert _ahead_for_good([1, 2, 3], [2, 3, 4]) == 1
     assert _ahead_for_good([1, 2, 3, 4], [2, 1, 4, 5]) == 3

@@ -128,9 +128,10 @@ def growth(
     num_bytes: dict[str, float] = {}
     num_computed: dict[str, float] = {}
 
-    def keep(name: str, token_ids: list[int], seconds: list[float]) -> None:
+    def keep(name: str, token_ids: list[int], seconds: list[float], *, is_comparable: bool = True) -> None:
         assert len(token_ids) == len(seconds) == count
-        answers[name] = token_ids
+        if is_comparable:
+            answers[name] = token_ids
         times.setdefault(name, []).append(seconds)
 
     total_len = len(prompt) + count
@@ -146,7 +147,7 @@ def growth(
             if peer is not None:
                 for name, use_cache in ((TRANSFORMERS, True), (PEER_NO_CACHE, False)):
                     token_ids, seconds, held = peer.run([prompt], [count], use_cache=use_cache)
-                    keep(name, token_ids[0], seconds)
+                    keep(name, token_ids[0], seconds, is_comparable=peer.has_our_weights)
                     if use_cache:
                         num_bytes[name] = held / _MIB
     curves = {name: _median_curve(rounds[1:]) for name, rounds in times.items()}

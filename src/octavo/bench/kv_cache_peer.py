@@ -19,7 +19,10 @@ NAME = "Transformers"
 
 
 class Peer:
-    """The model that `models` has, in Transformers, with its attention `sdpa`."""
+    """The model that `models` has, in Transformers, with its attention `sdpa`.
+
+    `has_our_weights` is False where they are random: its answers are then others.
+    """
 
     def __init__(self, models: Models) -> None:
         # Loaded here and by name: nothing of Octavo needs it, and it takes seconds.
@@ -34,8 +37,9 @@ class Peer:
         self._torch = torch
         self.device = models.device
         dtype = models.loaded.dtype
+        self.has_our_weights = models.options.get("load_format") != "dummy"
         auto, source = self._library.AutoModelForCausalLM, models.source
-        if models.options.get("load_format") == "dummy":
+        if not self.has_our_weights:
             config = self._library.AutoConfig.from_pretrained(source.path)
             with torch.device(self.device):
                 model = auto.from_config(config, dtype=dtype)
