@@ -39,6 +39,9 @@ def loaded_by(statement: str) -> set[str]:
         "octavo.cli.bench",
         "octavo.cli.doctor",
         "octavo.cli.kv",
+        "octavo.cli.serve",
+        "octavo.serve.messages",
+        "octavo.serve.settings",
     ],
 )
 def test_host_code_loads_nothing_heavy(module):

@@ -1,0 +1,87 @@
+"""`octavo serve` up to the point where the server starts; tests/serve has the rest."""
+
+import builtins
+from dataclasses import fields
+
+import pytest
+
+from octavo.cli.serve import ServeOptions
+from octavo.serve import run
+from octavo.serve.settings import ServeSettings
+
+SAID = {
+    "served_model_name": ["a", "b"],
+    "api_key": ["k"],
+    "cors_origin": ["*"],
+    "request_timeout": 5.0,
+    "slow_reader": 6.0,
+    "idle_connection": 7.0,
+    "drain": 8.0,
+    "stuck": 9.0,
+}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What `octavo.serve.run.serve` was called with, in place of a server."""
+    calls = []
+    monkeypatch.setattr(run, "serve", lambda config, settings, say: calls.append((config, settings)))
+    return calls
+
+
+def test_every_setting_can_be_said_and_nothing_else_can():
+    everything = ServeOptions(**{f.name: SAID.get(f.name, f.name) for f in fields(ServeOptions)}).settings()
+    assert everything.pop("api_key_file")
+    assert everything.keys() == {f.name for f in fields(ServeSettings)}
+    assert ServeOptions().settings() == {}
+
+
+def test_what_is_said_reaches_the_server(octavo, started, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nsecret-2\n")
+    status, _, err = octavo(
+        *("serve", "some/model", "--port", "0", "--api-key", "secret-1", "--api-key-file", keys),
+        *("--served-model-name", "a", "--served-model-name", "b", "--drain", "3", "--max-model-len", "128"),
+    )
+    assert (status, err) == (0, "")
+    ((config, settings),) = started
+    assert (config.model, config.max_model_len) == ("some/model", 128)
+    assert settings == ServeSettings(
+        port=0, api_keys=("secret-1", "secret-2"), served_model_names=("a", "b"), drain_s=3.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--port", "70000"), "port must be an int from 0 to 65535; got 70000"),
+        (("--stuck", "0"), "stuck_s must be seconds, above 0"),
+        (("--log-format", "xml"), "log_format must be one of 'text', 'json'"),
+        (("--api-key", "a b"), "has a space"),
+        (("--api-key-file", "/no/such/file"), "api_key_file: '/no/such/file' cannot be read"),
+        (("--block-size", "3"), "block_size must be a power of two"),
+    ],
+)
+def test_bad_values_are_one_line(octavo, started, options, message):
+    status, out, err = octavo("serve", "some/model", *options)
+    assert (status, out, started) == (1, "", [])
+    assert err.startswith("octavo: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_what_is_missing_is_named_with_the_way_to_get_it(octavo, monkeypatch):
+    import_module = builtins.__import__
+
+    def without_server(name, *arguments):
+        if name == "octavo.serve.guard":
+            raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
+        return import_module(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without_server)
+    status, _, err = octavo("serve", "some/model")
+    assert status == 1
+    assert err.strip() == (
+        "octavo: error: serving needs the package fastapi; install what it takes with: "
+        "pip install 'octavo[serve]'"
+    )
