@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, TypeVar
 
 from octavo import errors
 from octavo.config import EngineConfig
 from octavo.errors import EngineError, ModelError, OverloadedError, RequestError, RequestTimeoutError
 from octavo.models.source import resolve_model
-from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.serve.generation import Generation, aborted
+from octavo.serve.listener import EngineListener, Link
 from octavo.serve.messages import (
     Abort,
     Accepted,
@@ -44,6 +43,7 @@ from octavo.serve.messages import (
 )
 from octavo.serve.process import EngineProcess
 from octavo.serve.settings import ServeSettings
+from octavo.serve.watcher import Watcher
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -52,42 +52,7 @@ State = Literal["loading", "ready", "draining", "stuck", "dead"]
 INLINE_CHARACTERS: Final = 2_000
 """Work on texts up to this length (about a millisecond) is done on the event loop, the rest in threads."""
 _MAX_THREADS: Final = 2
-_MAX_UNREAD_PAYLOADS: Final = 32
 _MAX_RETRY_AFTER_S: Final = 60.0
-
-
-class EngineListener(Protocol):
-    """Told of everything that happens, on the event loop; `octavo.serve.metrics.Metrics` is one."""
-
-    def stage(self, stage: Stage) -> None:
-        """A part of loading is done."""
-
-    def state(self, state: str) -> None:
-        """The engine's state has changed to this one."""
-
-    def submitted(self, request_id: str, num_prompt_tokens: int) -> None:
-        """A request was sent to the engine."""
-
-    def step(self, news: News) -> None:
-        """A step ended (or an abort was carried out: then `news.num_tokens` is 0)."""
-
-    def finished(self, output: RequestOutput) -> None:
-        """A request ended in the engine: stop, length, abort or error. Once for each accepted request."""
-
-    def refused(self, reason: str, request_id: str | None = None) -> None:
-        """A request was not served: ``invalid``, ``capacity``, ``overloaded``, ``timeout``, or a state.
-
-        `request_id`: it had been submitted, and the engine refused it; it will not be finished.
-        """
-
-
-class Link(Protocol):
-    """The way to an engine process; `octavo.serve.process.EngineProcess` is one."""
-
-    def send(self, message: ToEngine) -> None: ...
-
-    async def close(self, *, is_patient: bool) -> None:
-        """End the process, which may take its time over it or not, and wait for its end."""
 
 
 class AsyncEngine:
@@ -113,7 +78,7 @@ class AsyncEngine:
         self._last_step_s = 0.0
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
-        self._watchers: list[_Watcher] = []
+        self._watchers: list[Watcher] = []
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "octavo-text")
         self._link: Link | None = None
         self._check_period_s = min(1.0, settings.stuck_s / 4)
@@ -255,7 +220,7 @@ class AsyncEngine:
 
         A watcher that lags misses some and then gets a full one.
         """
-        watcher = _Watcher(lambda: self._send(Watch(True)))
+        watcher = Watcher(lambda: self._send(Watch(True)))
         self._watchers.append(watcher)
         if self._state == "dead":
             watcher.end()
@@ -467,46 +432,6 @@ class AsyncEngine:
     def _send(self, message: ToEngine) -> None:
         if self._link is not None and self._state != "dead":
             self._link.send(message)
-
-
-class _Watcher:
-    """One reader of the observer's payloads, with a bounded queue."""
-
-    def __init__(self, ask_again: Callable[[], None]) -> None:
-        self._ask_again = ask_again
-        self._payloads: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        self._needs_full = True
-        self._is_over = False
-
-    def put(self, observed: Observed) -> None:
-        if observed.is_full:
-            self._payloads.clear()
-            self._needs_full = False
-        if self._needs_full:
-            return
-        if len(self._payloads) == _MAX_UNREAD_PAYLOADS:
-            self._payloads.clear()
-            self._needs_full = True
-            self._ask_again()
-            return
-        self._payloads.append(observed.payload)
-        self._news.set()
-
-    def end(self) -> None:
-        self._is_over = True
-        self._news.set()
-
-    def __aiter__(self) -> _Watcher:
-        return self
-
-    async def __anext__(self) -> bytes:
-        while not self._payloads:
-            if self._is_over:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        return self._payloads.popleft()
 
 
 def _front_tokenizer(config: EngineConfig) -> Tokenizer | None:

@@ -80,7 +80,7 @@ class _Open:
 
 
 class Metrics(Collector):
-    """Counts what the engine's news say; `registry` exposes it. Implements `async_engine.EngineListener`.
+    """Counts what the engine's news say; `registry` exposes it. Implements `listener.EngineListener`.
 
     `engine` is whose queue is shown; GET /metrics puts it there.
     """
