@@ -6,6 +6,7 @@ import torch
 from helpers import triton_here
 from torch.nn.functional import scaled_dot_product_attention
 
+from octavo.errors import UnsupportedKernelConfig
 from octavo.integrations.transformers import paged
 from octavo.kernels import backend, checks
 
@@ -108,6 +109,14 @@ def test_the_new_token_is_put_into_its_page_and_seen():
 @pytest.mark.usefixtures("on_a_gpu")
 def test_padded_rows_of_a_decoding_graph_write_nothing_and_harm_no_real_row():
     check_decoding([1, 4, 5, 13, 8], 8)
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(288, 288), (24, 16)])
+def test_head_dimensions_without_a_kernel_are_an_error_that_names_the_way_out(dim, v_dim):
+    q, k, v = torch.randn(1, 6, 3, dim), torch.randn(1, 2, 3, dim), torch.randn(1, 2, 3, v_dim)
+    lens = {"cu_seq_lens_k": prefix_sums([3], 1), "max_length_q": 3, "max_length_k": 3}
+    with pytest.raises(UnsupportedKernelConfig, match=rf"{dim} in queries and {v_dim} in values.*'sdpa'"):
+        paged.attend(Layer(), q, k, v, prefix_sums([3], 1), **NONE, **lens)
 
 
 def test_slots_are_computed_once_in_a_step_and_anew_in_the_next():

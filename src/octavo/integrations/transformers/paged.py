@@ -21,6 +21,7 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedKernelConfig
 from octavo.kernels import flash_attn_varlen_func, write_kv_cache
+from octavo.kernels.checks import MAX_HEAD_DIM
 
 _SHORT = 8  # more rows than that, and a sequence is another kernel's
 
@@ -53,17 +54,19 @@ def attend(
     """query (1, H, T, D), key and value (1, KVH, T or what `update` returned, D); returns (1, T, H, D).
 
     Raises:
-        UnsupportedKernelConfig: gradients are needed, or heads of values differ in size from those of keys.
+        UnsupportedKernelConfig: gradients are needed, or no kernel has these head dimensions.
     """
     if torch.is_grad_enabled() and query.requires_grad:
         raise UnsupportedKernelConfig(
             "attn_implementation='octavo' computes no gradients over packed sequences. Wrap the call in "
             "torch.no_grad(), or pass an attention mask instead of cu_seq_lens_q."
         )
-    if value.shape[3] != query.shape[3]:
+    head_dim = query.shape[3]
+    if value.shape[3] != head_dim or head_dim > MAX_HEAD_DIM:
         raise UnsupportedKernelConfig(
-            f"attn_implementation='octavo': {type(module).__name__} has head dimensions of {query.shape[3]} "
-            f"in queries and {value.shape[3]} in values; use attn_implementation='sdpa' for this model"
+            f"attn_implementation='octavo': {type(module).__name__} has head dimensions of {head_dim} in "
+            f"queries and {value.shape[3]} in values, expected equal ones of at most {MAX_HEAD_DIM}. Use "
+            "attn_implementation='sdpa' for continuous batching of this model."
         )
     layer: int = getattr(module, "layer_idx", 0)
     longest_q: Any = max_seqlen_q if max_length_q is None else max_length_q
