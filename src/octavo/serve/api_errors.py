@@ -166,9 +166,9 @@ def _limit_code(message: str) -> str | None:
 
 def describe_validation(errors: Sequence[Any]) -> ApiError:
     """The 400 for a body that pydantic refused: what is wrong with which field, for all of them."""
-    problems = []
+    problems: dict[str, None] = {}  # branches of a union may complain alike
     param = None
-    for error in errors:
+    for error in errors[:_MAX_ERRORS]:
         where, what = _place(error["loc"]), error["msg"]
         if error["type"] == "json_invalid":
             what = f"the body is not valid JSON: {error.get('ctx', {}).get('error', what)}"
@@ -182,12 +182,13 @@ def describe_validation(errors: Sequence[Any]) -> ApiError:
             where = _place((*error["loc"][:-1], _Named(error["loc"][-1])))
             what = "this field is not known"
         param = param or where or None
-        problem = f"{where or 'the body'}: {what}{got}"
-        if problem not in problems:  # branches of a union may complain alike
-            problems.append(problem)
+        problems[f"{where or 'the body'}: {what}{got}"] = None
     # A union tells of every branch; a few say enough.
     more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
-    return ApiError(400, "; ".join(problems[:4]) + more, param=param)
+    return ApiError(400, "; ".join(list(problems)[:4]) + more, param=param)
+
+
+_MAX_ERRORS: Final = 20
 
 
 def _place(loc: Sequence[Any]) -> str:

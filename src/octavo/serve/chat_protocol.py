@@ -12,10 +12,12 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from octavo.serve.api_errors import ApiError
 from octavo.serve.protocol import (
     MAX_TOP_LOGPROBS,
+    AnyObject,
     Body,
     Count,
     GenerationFields,
     JsonObject,
+    Many,
     is_list,
     unsupported,
 )
@@ -34,7 +36,7 @@ class RefusalPart(Body):
 
 Content = Annotated[
     Annotated[str, Tag("(text)")]
-    | Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Tag("(list)")],
+    | Annotated[Many[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Tag("(list)")],
     Discriminator(is_list),
 ]
 
@@ -61,7 +63,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, description="Another name of `reasoning_content`.")
@@ -97,7 +99,7 @@ class NamedTool(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1)
+    tools: Many[NamedTool] = Field(min_length=1)
 
 
 class AllowedToolChoice(Body):
@@ -121,11 +123,11 @@ ToolChoice = Annotated[
 class ChatRequest(GenerationFields):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(
@@ -133,12 +135,12 @@ class ChatRequest(GenerationFields):
         max_length=32,
         description="For templates that read it; `none` turns enable_thinking off.",
     )
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
     # Extensions.
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: AnyObject | None = Field(
         default=None, description='Variables of the chat template, such as {"enable_thinking": false}.'
     )
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[AnyObject] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     # Known, and not served.

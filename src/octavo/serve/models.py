@@ -13,7 +13,7 @@ from octavo.errors import RequestError
 from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
 from octavo.serve.chat_prompt import num_characters, render_prompt
 from octavo.serve.chat_protocol import ChatRequest, Message, Tool
-from octavo.serve.protocol import Body
+from octavo.serve.protocol import AnyObject, Body, Many
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -76,19 +76,19 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Many[Message] | None = None
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages."
     )
     add_generation_prompt: bool | None = Field(None, description="Default: true.")
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Many[Tool] | None = None
+    chat_template_kwargs: AnyObject | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]
     skip_special_tokens: bool | None = Field(None, description="Default: false.")
 
 

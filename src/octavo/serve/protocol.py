@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -27,10 +27,18 @@ from octavo.errors import shown
 from octavo.sampling_params import SamplingParams, StructuredOutput
 from octavo.serve.api_errors import ApiError
 
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list in a body. Only its first bad item is told of: an error costs far more than the item it is about."""
+
 MAX_TOP_LOGPROBS = 20
 """Most alternatives per token that a response carries."""
+MAX_METADATA = 16
+"""OpenAI's limit."""
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
+_MAX_FIELDS = 20
+"""An object with so many fields is looked at field by field, whatever their names are."""
 DEFAULT_TEMPERATURE = 1.0
 """OpenAI's default, for models whose generation_config.json recommends none."""
 DEFAULT_COMPLETION_TOKENS = 16
@@ -41,6 +49,16 @@ class Body(BaseModel):
     """The base of every JSON object that a client sends."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, value: Any) -> Any:
+        # More fields than there are would each become an error of its own.
+        if isinstance(value, dict) and len(value) > max(_MAX_FIELDS, len(cls.model_fields)):
+            raise PydanticCustomError(
+                "too_many_fields", "more fields than are known: {num}", {"num": len(value)}
+            )
+        return value
 
 
 def is_list(value: object) -> str:
@@ -72,10 +90,20 @@ def _can_be_sent_back(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_can_be_sent_back)]
+AnyObject = dict[Any, Any]
+"""Any JSON object. Its keys are texts as they are; checked one by one, each could be an error of its own."""
+JsonObject = Annotated[AnyObject, AfterValidator(_can_be_sent_back)]
 """Any JSON object, whose texts have a UTF-8 form."""
 
 _Ignored = Annotated[Any, Field(description="Accepted, and without effect on the answer.")]
+
+
+def _check_metadata(value: object) -> object:
+    if isinstance(value, Mapping) and len(value) > MAX_METADATA:
+        raise PydanticCustomError(
+            "too_long", "expected at most {max} entries, got {num}", {"max": MAX_METADATA, "num": len(value)}
+        )
+    return value
 
 
 class IgnoredFields(Body):
@@ -84,7 +112,7 @@ class IgnoredFields(Body):
     """
 
     user: str | None = Field(default=None, description="Accepted, and without effect on the answer.")
-    metadata: dict[str, str] | None = Field(
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_metadata)] = Field(
         default=None, description="Accepted, and without effect on the answer."
     )
     store: _Ignored = None
@@ -105,6 +133,9 @@ def _bias_keys(value: object) -> object:
                     'expected keys that are token ids, such as "1234", got {key}',
                     {"key": shown(key)},
                 )
+        for key, bias in value.items():
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                return {key: bias}  # one error is enough
     return value
 
 
@@ -116,7 +147,7 @@ LogitBias = Annotated[
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[
     Annotated[StopText, Tag("(text)")]
-    | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("(list)")],
+    | Annotated[Many[StopText], Field(max_length=MAX_STOPS), Tag("(list)")],
     Discriminator(is_list),
 ]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -149,10 +180,10 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """An extension: what the answer must look like; exactly one field."""
 
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json", description="A JSON schema.")
+    json_: AnyObject | str | None = Field(default=None, alias="json", description="A JSON schema.")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1, description="One of these texts.")
+    choice: Many[str] | None = Field(default=None, min_length=1, description="One of these texts.")
     grammar: str | None = Field(default=None, description="A grammar in llguidance's Lark syntax.")
 
 
@@ -168,8 +199,8 @@ class SamplingFields(Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=1e-6, le=1e6)
     min_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    stop_token_ids: Many[Annotated[int, Field(ge=0)]] | None = None
+    allowed_token_ids: Many[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -226,9 +257,9 @@ def _kind_of_prompt(value: object) -> str:
 
 Prompt = Annotated[
     Annotated[str, Tag("(text)")]
-    | Annotated[list[str], Field(min_length=1), Tag("(texts)")]
-    | Annotated[list[int], Tag("(ids)")]
-    | Annotated[list[list[int]], Tag("(lists of ids)")],
+    | Annotated[Many[str], Field(min_length=1), Tag("(texts)")]
+    | Annotated[Many[int], Tag("(ids)")]
+    | Annotated[Many[Many[int]], Tag("(lists of ids)")],
     Discriminator(_kind_of_prompt),
 ]
 

@@ -23,6 +23,7 @@ from octavo.serve.chat_protocol import (
 )
 from octavo.serve.protocol import (
     MAX_TOP_LOGPROBS,
+    AnyObject,
     Body,
     Count,
     IgnoredFields,
@@ -30,6 +31,7 @@ from octavo.serve.protocol import (
     JsonObject,
     JsonSchemaFormat,
     LogitBias,
+    Many,
     ResponseFormat,
     SamplingFields,
     Stop,
@@ -57,7 +59,7 @@ class RefusalText(Body):
 
 _Part = Annotated[InputText | RefusalText, Field(discriminator="type")]
 _Content = Annotated[
-    Annotated[str, Tag("(text)")] | Annotated[list[_Part], Tag("(list)")], Discriminator(is_list)
+    Annotated[str, Tag("(text)")] | Annotated[Many[_Part], Tag("(list)")], Discriminator(is_list)
 ]
 
 
@@ -103,8 +105,8 @@ class ReasoningText(Body):
 class ReasoningItem(Body):
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: Many[ReasoningText] | None = None
+    content: Many[ReasoningText] | None = None
     encrypted_content: _Ignored = None
     status: Status | None = None
 
@@ -137,7 +139,7 @@ class NamedFunction(Body):
 class AllowedFunctions(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction] = Field(min_length=1)
+    tools: Many[NamedFunction] = Field(min_length=1)
 
 
 def _kind_of_choice(value: object) -> str:
@@ -172,12 +174,12 @@ class ResponsesRequest(SamplingFields, IgnoredFields):
     """The body of POST /v1/responses."""
 
     input: Annotated[
-        Annotated[str, Tag("(text)")] | Annotated[list[InputItem], Field(min_length=1), Tag("(list)")],
+        Annotated[str, Tag("(text)")] | Annotated[Many[InputItem], Field(min_length=1), Tag("(list)")],
         Discriminator(is_list),
     ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Many[FunctionTool] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("(word)")]
@@ -190,7 +192,7 @@ class ResponsesRequest(SamplingFields, IgnoredFields):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         default=None, description="reasoning.encrypted_content is accepted: reasoning is given in plain text."
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -206,7 +208,7 @@ class ResponsesRequest(SamplingFields, IgnoredFields):
     logit_bias: LogitBias | None = None
     seed: Int64 | None = None
     stop: Stop | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: AnyObject | None = None
     # Known, and not served.
     previous_response_id: unsupported("nothing is stored here; send the conversation as input") = None  # type: ignore[valid-type]
     conversation: unsupported("nothing is stored here; send the conversation as input") = None  # type: ignore[valid-type]

@@ -1,0 +1,61 @@
+"""Bodies that are wrong in very many places are refused at once: errors are not made for each of them."""
+
+import json
+import time
+
+import pytest
+from helpers.serve import Answer, run, scripted_client
+
+NUM = 50_000
+ZEROS = [0] * NUM
+SURROGATES = {f"\ud800{i}": 0 for i in range(NUM)}
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("chat/completions", {"messages": ZEROS}, "messages[0]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": ZEROS}]}, "messages[0].content[0]"),
+        ("chat/completions", {"messages": MESSAGES, "tools": ZEROS}, "tools[0]"),
+        ("chat/completions", {"messages": MESSAGES, "documents": ZEROS}, "documents[0]"),
+        ("chat/completions", {"messages": MESSAGES, "documents": [SURROGATES]}, "messages"),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "chat_template_kwargs": SURROGATES},
+            "chat_template_kwargs",
+        ),
+        ("chat/completions", {"messages": MESSAGES, **SURROGATES}, None),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", **SURROGATES}]}, "messages[0]"),
+        ("completions", {"prompt": [1, *["a"] * NUM]}, "prompt[1]"),
+        ("completions", {"prompt": ["a", *ZEROS]}, "prompt[1]"),
+        ("completions", {"prompt": [["a"] * NUM] * 3}, "prompt[0][0]"),
+        ("completions", {"prompt": "a", "stop": ZEROS}, "stop[0]"),
+        ("completions", {"prompt": "a", "stop_token_ids": [-1] * NUM}, "stop_token_ids[0]"),
+        ("completions", {"prompt": "a", "allowed_token_ids": ["a"] * NUM}, "allowed_token_ids[0]"),
+        ("completions", {"prompt": "a", "logit_bias": dict.fromkeys(range(NUM), "a")}, "logit_bias.0"),
+        ("completions", {"prompt": "a", "metadata": dict.fromkeys(range(NUM), 0)}, "metadata"),
+        (
+            "completions",
+            {"prompt": "a", "structured_outputs": {"choice": ZEROS}},
+            "structured_outputs.choice[0]",
+        ),
+        ("responses", {"input": ZEROS}, "input[0]"),
+        ("responses", {"input": "a", "tools": ZEROS}, "tools[0]"),
+        ("responses", {"input": "a", "include": ZEROS}, "include[0]"),
+    ],
+)
+def test_a_body_wrong_in_many_places_is_refused_at_once(path, body, param):
+    async def test():
+        async with scripted_client(Answer(["a"])) as (client, _):
+            content = json.dumps(body)
+            started = time.process_time()
+            answer = await client.post(
+                f"/v1/{path}", content=content, headers={"content-type": "application/json"}
+            )
+            spent_s = time.process_time() - started
+            assert (answer.status_code, len(answer.text) < 2500) == (400, True), answer.text[:300]
+            assert answer.json()["error"]["param"] == param
+            assert spent_s < 0.5
+
+    run(test())
