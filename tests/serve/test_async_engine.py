@@ -181,7 +181,7 @@ def test_the_queue_is_bounded_by_tokens_but_an_empty_one_takes_any_prompt():
     async def test():
         engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(max_waiting_tokens=10))
         submit(engine, "long", ids=[0] * 50)
-        with pytest.raises(OverloadedError, match="50 prompt tokens are waiting and this prompt has 1"):
+        with pytest.raises(OverloadedError, match="50 prompt tokens are waiting and 1 more came"):
             submit(engine, "short", ids=[0])
         engine.receive(waiting_news("long"))
         submit(engine, "six", ids=[0] * 6)
@@ -438,7 +438,7 @@ def test_a_model_without_tokenizer_says_what_to_do():
         engine.receive(Ready(CARD))
         await engine.until_ready()
         with pytest.raises(ModelError, match="has no tokenizer; give prompts as token ids"):
-            await engine.encode("text")
+            assert engine.tokenizer
         await engine.close()
 
     run(test())
@@ -458,14 +458,36 @@ class StubLink:
 # Text
 
 
-def test_long_texts_are_encoded_in_a_thread_and_short_ones_here():
+def test_long_texts_are_worked_on_in_a_thread_and_short_ones_here():
     async def test():
         engine, _ = await scripted_engine(Answer())
         here = threading.get_ident()
         assert await engine.off_loop(2000, threading.get_ident) == here
         assert await engine.off_loop(2001, threading.get_ident) != here
-        assert await engine.encode("abc") == [0, 1, 2]
-        assert await engine.encode("abc" * 1000) == [0, 1, 2] * 1000
+        await engine.close()
+
+    run(test())
+
+
+def test_texts_that_wait_for_a_thread_count_like_requests_that_wait():
+    async def test():
+        settings = ServeSettings(max_waiting_requests=4, max_waiting_tokens=10_000)
+        engine, _ = await scripted_engine(Answer(), settings)
+        may_end = threading.Event()
+        working = [asyncio.create_task(engine.off_loop(8000, may_end.wait)) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="4 requests are waiting, of at most 4"):
+            await engine.off_loop(3000, may_end.wait)
+        with pytest.raises(OverloadedError, match="max_waiting_requests"):
+            engine.submit([1], PARAMS, request_id="a")
+        assert engine.num_waiting == 0
+        working.pop().cancel()
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match=r"6000 prompt tokens are waiting and 4001 more came"):
+            await engine.off_loop(4 * 4001, may_end.wait)
+        may_end.set()
+        assert await asyncio.gather(*working) == [True] * 3
+        assert await engine.off_loop(40_004, may_end.wait)
         await engine.close()
 
     run(test())

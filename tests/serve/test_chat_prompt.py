@@ -288,3 +288,34 @@ def test_tokenize_gives_the_prompt_that_a_chat_would_have() -> None:
     tokens, submitted = run(both())
     assert tokens == submitted
     assert "# Tools" in PLAIN.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        assistant(None, refusal="a" * 2001),
+        assistant([{"type": "refusal", "refusal": "a" * 2001}]),
+        assistant("a", reasoning_content="a" * 2001),
+        assistant("a", name="a" * 2001),
+        user("a" * 2001),
+    ],
+)
+def test_where_the_text_of_a_long_request_is_worked_on_does_not_hang_on_its_field(message: Any) -> None:
+    async def test() -> None:
+        async with scripted_client(Answer(["a"]), card=BIG_CARD, tokenizer=QWEN3) as (client, link):
+            sizes: list[int] = []
+            work = link.engine.off_loop
+
+            async def noted(size: int, job: Any) -> Any:
+                sizes.append(size)
+                return await work(size, job)
+
+            link.engine.off_loop = noted  # type: ignore[method-assign,assignment]
+            for path in ("/v1/chat/completions", "/tokenize"):
+                answer = await client.post(path, json={"messages": [message]})
+                assert answer.status_code == 200, answer.text
+                assert sizes.pop() > 2001
+            assert (await client.post("/tokenize", json={"prompt": "b"})).json()["count"] == 1
+            assert sizes.pop() < 20
+
+    run(test())

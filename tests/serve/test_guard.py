@@ -322,6 +322,38 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody():
     assert run(test()) == (200, 1)
 
 
+def test_only_so_many_large_bodies_arrive_at_once_and_small_ones_always(monkeypatch):
+    monkeypatch.setattr(guard, "NUM_LARGE_BODIES", 2)
+    monkeypatch.setattr(guard, "SMALL_BODY_BYTES", 100)
+    settings = ServeSettings(max_body_bytes=1000)
+
+    async def test():
+        async with over_sockets(Answer(["a"]), settings) as (port, _):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n"
+            arriving = []
+            for num_bytes in (998, 998, 110):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                arriving.append((reader, writer))
+                writer.write(head + b" " * num_bytes)
+                if num_bytes == 998:
+                    await asyncio.sleep(0.1)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                small = await client.post("/v1/completions", json=BODY)
+                refused, refused_writer = arriving[-1]
+                refused_writer.write(b" " * 889)  # it is heard to its end before it is answered
+                status = (await asyncio.wait_for(refused.readuntil(b"\r\n\r\n"), 10)).lower()
+                for _, writer in arriving:
+                    writer.close()
+                    await writer.wait_closed()
+                large = await client.post("/v1/completions", content=sized(900), headers=JSON)
+            return small.status_code, status, large.status_code
+
+    small, refused, large = run(test())
+    assert (small, large) == (200, 200)
+    assert refused.startswith(b"http/1.1 429")
+    assert b"retry-after: 1\r\n" in refused
+
+
 # Request ids
 
 

@@ -51,6 +51,7 @@ State = Literal["loading", "ready", "draining", "stuck", "dead"]
 
 INLINE_CHARACTERS: Final = 2_000
 """Work on texts up to this length (about a millisecond) is done on the event loop, the rest in threads."""
+_CHARACTERS_PER_TOKEN: Final = 4
 _MAX_THREADS: Final = 2
 _MAX_RETRY_AFTER_S: Final = 60.0
 
@@ -74,6 +75,8 @@ class AsyncEngine:
         self._num_active = 0
         self._num_waiting = 0
         self._num_waiting_tokens = 0
+        self._num_texts = 0
+        self._num_text_tokens = 0
         self._wait_s = 1.0
         self._last_step_s = 0.0
         self._idle: asyncio.Event = asyncio.Event()
@@ -147,16 +150,23 @@ class AsyncEngine:
 
     # Text
 
-    async def off_loop(self, num_characters: int, work: Callable[[], T]) -> T:
-        """`work()`, in a thread when it is about a text of more than `INLINE_CHARACTERS`."""
-        if num_characters <= INLINE_CHARACTERS:
-            return work()
-        return await self._loop.run_in_executor(self._threads, work)
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """`work()` on something of `size` characters or bytes: in a thread above `INLINE_CHARACTERS`.
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`tokenizer.encode`; a long text does not hold the event loop up."""
-        tokenizer = self.tokenizer
-        return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+        What waits for a thread or is in one counts like a request that waits for the engine: OverloadedError
+        when the queue is full.
+        """
+        if size <= INLINE_CHARACTERS:
+            return work()
+        num_tokens = size // _CHARACTERS_PER_TOKEN
+        self.check_room(1, num_tokens)
+        self._num_texts += 1
+        self._num_text_tokens += num_tokens
+        try:
+            return await self._loop.run_in_executor(self._threads, work)
+        finally:
+            self._num_texts -= 1
+            self._num_text_tokens -= num_tokens
 
     # Requests
 
@@ -195,7 +205,7 @@ class AsyncEngine:
             )
         if request_id in self._generations:
             raise RequestError(f"request_id {request_id!r} is already running; choose another")
-        self._check_room(num_tokens)
+        self.check_room(1, num_tokens)
         generation = Generation(request_id, prompt, prompt_token_ids, self._abort)
         if self._num_active == 0:
             self._last_step_s = self._loop.time()
@@ -211,6 +221,27 @@ class AsyncEngine:
             )
         self._listener.submitted(request_id, num_tokens)
         return generation
+
+    def check_room(self, num_requests: int, num_tokens: int) -> None:
+        """OverloadedError when the queue cannot take so many requests with so many prompt tokens now."""
+        settings = self.settings
+        num_waiting = self._num_waiting + self._num_texts
+        num_waiting_tokens = self._num_waiting_tokens + self._num_text_tokens
+        if num_waiting + num_requests > settings.max_waiting_requests:
+            what = f"{num_waiting} requests are waiting, of at most {settings.max_waiting_requests} "
+            what += "(max_waiting_requests)"
+        elif num_waiting and num_waiting_tokens + num_tokens > settings.max_waiting_tokens:
+            what = (
+                f"{num_waiting_tokens} prompt tokens are waiting and {num_tokens} more came; at most "
+                f"{settings.max_waiting_tokens} may wait (max_waiting_tokens)"
+            )
+        else:
+            return
+        self._listener.refused("overloaded")
+        retry_after_s = min(max(self._wait_s, 1.0), _MAX_RETRY_AFTER_S)
+        raise OverloadedError(
+            f"the server is busy: {what}; try again in {retry_after_s:.0f} s", retry_after_s
+        )
 
     # The page
 
@@ -329,23 +360,6 @@ class AsyncEngine:
             self._ready.set_result(None)
 
     # Requests, inside
-
-    def _check_room(self, num_tokens: int) -> None:
-        settings = self.settings
-        if self._num_waiting >= settings.max_waiting_requests:
-            what = f"{self._num_waiting} requests are waiting, as many as may (max_waiting_requests)"
-        elif self._num_waiting and self._num_waiting_tokens + num_tokens > settings.max_waiting_tokens:
-            what = (
-                f"{self._num_waiting_tokens} prompt tokens are waiting and this prompt has {num_tokens}; at "
-                f"most {settings.max_waiting_tokens} may wait (max_waiting_tokens)"
-            )
-        else:
-            return
-        self._listener.refused("overloaded")
-        retry_after_s = min(max(self._wait_s, 1.0), _MAX_RETRY_AFTER_S)
-        raise OverloadedError(
-            f"the server is busy: {what}; try again in {retry_after_s:.0f} s", retry_after_s
-        )
 
     def _leave_queue(self, generation: Generation) -> None:
         if not generation.is_started:

@@ -19,6 +19,7 @@ from octavo.serve.chat_protocol import (
     template_messages,
     template_tools,
 )
+from octavo.serve.guard import body_size
 from octavo.serve.protocol import structured_output, to_sampling_params
 from octavo.serve.tool_prompt import knows_tools, with_tools_as_text
 from octavo.text.chat import render_chat, template_variables
@@ -64,7 +65,7 @@ async def prepare_chat(
     tokenizer = engine.tokenizer
     calls = call_rules(body, settings)
     prompt, token_ids = await engine.off_loop(
-        num_characters(body), lambda: _encode(body, tokenizer, settings, has_tools=calls is not None)
+        body_size.get(), lambda: _encode(body, tokenizer, settings, has_tools=calls is not None)
     )
     reasons: bool | None = None
     if _reasons(tokenizer, settings):
@@ -192,20 +193,6 @@ def _template_options(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]
                 param="reasoning_effort",
             )
     return options
-
-
-def num_characters(body: ChatRequest) -> int:
-    """About how long the prompt will be."""
-    num = 0
-    for message in body.messages:
-        if isinstance(message.content, list):
-            num += sum(len(getattr(part, "text", "")) for part in message.content)
-        else:
-            num += len(message.content or "")
-        num += sum(len(call.function.arguments) for call in message.tool_calls or ())
-    for tool in body.tools or ():
-        num += len(tool.function.description or "") + len(str(tool.function.parameters))
-    return num + len(str(body.documents or "")) + len(str(body.chat_template_kwargs or ""))
 
 
 def _reasons(tokenizer: Tokenizer, settings: ServeSettings) -> bool:

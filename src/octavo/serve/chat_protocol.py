@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from octavo.serve.api_errors import ApiError
 from octavo.serve.protocol import (
+    MAX_ITEMS,
     MAX_TOP_LOGPROBS,
     AnyObject,
     Body,
@@ -36,7 +37,11 @@ class RefusalPart(Body):
 
 Content = Annotated[
     Annotated[str, Tag("(text)")]
-    | Annotated[Many[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Tag("(list)")],
+    | Annotated[
+        Many[Annotated[TextPart | RefusalPart, Field(discriminator="type")]],
+        Field(max_length=MAX_ITEMS),
+        Tag("(list)"),
+    ],
     Discriminator(is_list),
 ]
 
@@ -63,7 +68,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Many[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = Field(default=None, max_length=MAX_ITEMS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, description="Another name of `reasoning_content`.")
@@ -123,11 +128,11 @@ ToolChoice = Annotated[
 class ChatRequest(GenerationFields):
     """The body of POST /v1/chat/completions."""
 
-    messages: Many[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Many[Tool] | None = None
+    tools: Many[Tool] | None = Field(default=None, max_length=MAX_ITEMS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(

@@ -12,7 +12,9 @@ import hmac
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +39,13 @@ OPEN_PREFIXES = ("/page/",)
 """What needs no key: whether the server lives, and the files of its page, which then asks for a key itself.
 """
 
+body_size: ContextVar[int] = ContextVar("octavo_body_size", default=sys.maxsize)
+"""How many bytes the body of the request at hand has: what the work on it goes by."""
+
 BODY_TIMEOUT_S = 60.0
+SMALL_BODY_BYTES = 64 * 2**10
+NUM_LARGE_BODIES = 16
+"""As many bodies of the largest size may be arriving at once; small ones are always taken."""
 MAX_DISCARDED_BYTES = 64 * 2**20
 DISCARD_TIMEOUT_S = 5.0
 
@@ -115,12 +123,14 @@ class BodyLimit:
     """Status 413 for a body above `max_bytes`, whether its length was announced or it comes in chunks.
 
     The body is read here in full before the application runs (it is JSON, of which a part is of no use); one
-    that does not arrive within a minute is status 408.
+    that does not arrive within a minute is status 408, one too many status 429. `body_size` says its size to
+    the application.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
         self._max_bytes = max_bytes
+        self._num_arriving_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,40 +144,58 @@ class BodyLimit:
             # waits for a word before it sends.
             if "expect" not in headers:
                 await _discard(receive)
-            await self._refuse(scope, receive, send)
+            await self._too_large().response()(scope, receive, send)
             return
         parts: list[bytes] = []
         size = 0
+        is_crowded = False
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 has_more = True
-                while has_more and size <= self._max_bytes:
+                while has_more and size <= self._max_bytes and not is_crowded:
                     message = await receive()
                     if message["type"] != "http.request":
                         return  # the client has gone
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
+                    self._num_arriving_bytes += len(parts[-1])
                     has_more = message.get("more_body", False)
+                    is_full = self._num_arriving_bytes > NUM_LARGE_BODIES * self._max_bytes
+                    is_crowded = has_more and is_full and size > SMALL_BODY_BYTES
         except TimeoutError:
             error = ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", param="body")
             await error.response()(scope, receive, send)
             return
-        if size <= self._max_bytes:
-            await self.app(scope, _replay(b"".join(parts), receive), send)
+        finally:
+            self._num_arriving_bytes -= size
+        if size <= self._max_bytes and not is_crowded:
+            token = body_size.set(size)
+            try:
+                await self.app(scope, _replay(b"".join(parts), receive), send)
+            finally:
+                body_size.reset(token)
             return
         parts.clear()
         if has_more:
             await _discard(receive)
-        await self._refuse(scope, receive, send)
+        error = self._crowded() if is_crowded else self._too_large()
+        await error.response()(scope, receive, send)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(
+    def _too_large(self) -> ApiError:
+        return ApiError(
             413,
             f"the body is larger than {self._max_bytes:,} bytes; send less, or start the server with "
             "a larger --max-body-bytes",
             headers={"Connection": "close"},
         )
-        await error.response()(scope, receive, send)
+
+    @staticmethod
+    def _crowded() -> ApiError:
+        return ApiError(
+            429,
+            "too many large bodies are arriving at once; try again in 1 s",
+            headers={"Retry-After": "1", "Connection": "close"},
+        )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

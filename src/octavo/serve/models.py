@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
 from pydantic import Field
+from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from octavo.errors import RequestError
 from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
-from octavo.serve.chat_prompt import num_characters, render_prompt
+from octavo.serve.chat_prompt import render_prompt
 from octavo.serve.chat_protocol import ChatRequest, Message, Tool
-from octavo.serve.protocol import AnyObject, Body, Many
+from octavo.serve.guard import body_size
+from octavo.serve.protocol import MAX_ITEMS, AnyObject, Body, Many
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -76,12 +78,12 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Many[Message] | None = None
+    messages: Many[Message] | None = Field(None, max_length=MAX_ITEMS)
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages."
     )
     add_generation_prompt: bool | None = Field(None, description="Default: true.")
-    tools: Many[Tool] | None = None
+    tools: Many[Tool] | None = Field(None, max_length=MAX_ITEMS)
     chat_template_kwargs: AnyObject | None = None
     return_token_strs: bool | None = None
 
@@ -93,7 +95,7 @@ class DetokenizeRequest(Body):
 
 
 @router.post("/tokenize", tags=["tokenizer"], responses=ERROR_RESPONSES)
-async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of a text as completions would see it, or of messages as chat would."""
     check_model(request, body.model)
     engine: AsyncEngine = request.app.state.engine
@@ -104,8 +106,11 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
         for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
             if getattr(body, name) is not None:
                 raise ApiError(400, f"{name} belongs to messages, and a prompt was given", param=name)
-        adds = body.add_special_tokens is not False
-        tokens = await engine.encode(body.prompt, add_special_tokens=adds)
+        text = body.prompt
+
+        def encode() -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
+
     elif not body.messages:
         raise ApiError(400, "messages: the list is empty; expected at least one", param="messages")
     else:
@@ -117,19 +122,20 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
             chat_template_kwargs=body.chat_template_kwargs,
         )
 
-        def render() -> list[int]:
+        def encode() -> list[int]:
             prompt = render_prompt(chat, tokenizer, settings, has_tools=bool(body.tools))
             return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is True)
 
-        tokens = await engine.off_loop(num_characters(chat), render)
-    answer: dict[str, Any] = {
-        "tokens": tokens,
-        "count": len(tokens),
-        "max_model_len": engine.model.max_model_len,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
-    return answer
+    max_model_len = engine.model.max_model_len
+
+    def answer() -> bytes:
+        tokens = encode()
+        facts: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len}
+        if body.return_token_strs:
+            facts["token_strs"] = [tokenizer.token_text(token) for token in tokens]
+        return to_json(facts)
+
+    return Response(await engine.off_loop(body_size.get(), answer), media_type="application/json")
 
 
 @router.post("/detokenize", tags=["tokenizer"], responses=ERROR_RESPONSES)
@@ -138,18 +144,21 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any
     check_model(request, body.model)
     engine: AsyncEngine = request.app.state.engine
     tokenizer, vocab_size = engine.tokenizer, engine.model.vocab_size
-    for i, token in enumerate(body.tokens):
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"tokens[{i}] is {token}, outside the vocabulary (0 to {vocab_size - 1})")
     skips = body.skip_special_tokens is True
-    text = await engine.off_loop(
-        len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=skips)
-    )
-    return {"prompt": text}
+
+    def decode() -> str:
+        for i, token in enumerate(body.tokens):
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"tokens[{i}] is {token}, outside the vocabulary (0 to {vocab_size - 1})")
+        return tokenizer.decode(body.tokens, skip_special_tokens=skips)
+
+    return {"prompt": await engine.off_loop(body_size.get(), decode)}
 
 
 @router.get("/health", tags=["server"], responses={503: {"description": "Loading, draining, stuck or dead."}})
+@router.head("/health", tags=["server"], include_in_schema=False)
 @router.get("/ping", tags=["server"], include_in_schema=False)
+@router.head("/ping", tags=["server"], include_in_schema=False)
 async def health(request: Request) -> Response:
     """Status 200 when requests are taken, else 503; the body says why."""
     engine: AsyncEngine = request.app.state.engine

@@ -31,6 +31,8 @@ T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list in a body. Only its first bad item is told of: an error costs far more than the item it is about."""
 
+MAX_ITEMS = 10_000
+"""Most messages, parts, tools or prompts in one list."""
 MAX_TOP_LOGPROBS = 20
 """Most alternatives per token that a response carries."""
 MAX_METADATA = 16
@@ -257,9 +259,9 @@ def _kind_of_prompt(value: object) -> str:
 
 Prompt = Annotated[
     Annotated[str, Tag("(text)")]
-    | Annotated[Many[str], Field(min_length=1), Tag("(texts)")]
+    | Annotated[Many[str], Field(min_length=1, max_length=MAX_ITEMS), Tag("(texts)")]
     | Annotated[Many[int], Tag("(ids)")]
-    | Annotated[Many[Many[int]], Tag("(lists of ids)")],
+    | Annotated[Many[Many[int]], Field(max_length=MAX_ITEMS), Tag("(lists of ids)")],
     Discriminator(_kind_of_prompt),
 ]
 

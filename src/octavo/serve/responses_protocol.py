@@ -22,6 +22,7 @@ from octavo.serve.chat_protocol import (
     ToolCall,
 )
 from octavo.serve.protocol import (
+    MAX_ITEMS,
     MAX_TOP_LOGPROBS,
     AnyObject,
     Body,
@@ -59,7 +60,8 @@ class RefusalText(Body):
 
 _Part = Annotated[InputText | RefusalText, Field(discriminator="type")]
 _Content = Annotated[
-    Annotated[str, Tag("(text)")] | Annotated[Many[_Part], Tag("(list)")], Discriminator(is_list)
+    Annotated[str, Tag("(text)")] | Annotated[Many[_Part], Field(max_length=MAX_ITEMS), Tag("(list)")],
+    Discriminator(is_list),
 ]
 
 
@@ -174,12 +176,13 @@ class ResponsesRequest(SamplingFields, IgnoredFields):
     """The body of POST /v1/responses."""
 
     input: Annotated[
-        Annotated[str, Tag("(text)")] | Annotated[Many[InputItem], Field(min_length=1), Tag("(list)")],
+        Annotated[str, Tag("(text)")]
+        | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_ITEMS), Tag("(list)")],
         Discriminator(is_list),
     ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: Many[FunctionTool] | None = None
+    tools: Many[FunctionTool] | None = Field(default=None, max_length=MAX_ITEMS)
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("(word)")]

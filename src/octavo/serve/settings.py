@@ -28,7 +28,7 @@ class ServeSettings:
     Who may ask:
         api_keys: any of these as a bearer token; empty: everybody. They are never shown.
         cors_origins: origins a browser may ask from (``*`` for all); empty: only the server's own page.
-        max_body_bytes: larger bodies are status 413.
+        max_body_bytes: larger bodies are status 413. A million tokens are about 4 MiB of text.
     How much at once:
         max_waiting_requests, max_waiting_tokens: bounds of the queue, by requests and by prompt tokens;
             beyond them status 429 with Retry-After. An empty queue takes a prompt of any length.
@@ -53,7 +53,7 @@ class ServeSettings:
     served_model_names: _Strings = ()
     api_keys: _Strings = field(default=(), repr=False)
     cors_origins: _Strings = ()
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 4 * 2**20
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 2**20
     request_timeout_s: float | None = None
