@@ -97,7 +97,8 @@ class StreamChunk:
     """A piece of one continuation as it grows: `text` and `token_ids` are what is new.
 
     The pieces of one `index` join to exactly `CompletionOutput.text`. `finish_reason` is set on the
-    last piece of each index; `output` on the very last piece of the request.
+    last piece of each index, with `error` where that is ``error``; `output` on the very last piece of the
+    request.
     """
 
     index: int
@@ -107,3 +108,4 @@ class StreamChunk:
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     output: RequestOutput | None = None
+    error: str | None = None

@@ -189,8 +189,13 @@ class ScriptedLink:
                 if at == len(answer.pieces) - 1:
                     self._finish(outputs, answer)
                     chunks = [
-                        replace(chunk, finish_reason=answer.finish_reason, stop_reason=answer.stop_reason)
-                        for chunk in chunks
+                        replace(
+                            chunk,
+                            finish_reason=one.finish_reason,
+                            stop_reason=answer.stop_reason,
+                            error=answer.error,
+                        )
+                        for one, chunk in zip(outputs, chunks, strict=True)
                     ]
                     self.tell(submit.request_id, chunks if submit.stream else [], output)
                 else:

@@ -12,6 +12,7 @@ from helpers.chat import CHATML, QWEN3_STYLE, WEATHER, tokenizer_with, user
 from helpers.live import BIG_CARD
 from helpers.serve import Answer, Script, events_of, eventually, run, scripted_client
 
+from octavo.outputs import StreamChunk
 from octavo.serve.settings import ServeSettings
 
 QWEN3 = tokenizer_with(default=QWEN3_STYLE)
@@ -290,6 +291,30 @@ def test_a_choice_that_failed_is_an_error_never_an_answer() -> None:
     assert done == "[DONE]"
     assert json.loads(events[-1])["error"]["message"] == "row 0: the logits are NaN"
     assert not any('"finish_reason":"' in event for event in events)
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/completions"])
+def test_a_stream_says_why_one_of_its_choices_failed_before_the_others_end(path: str) -> None:
+    async def test() -> dict[str, Any]:
+        waits = asyncio.Event()
+        options = {"card": BIG_CARD, "tokenizer": QWEN3}
+        async with scripted_client(Answer(["a"], gate=waits), **options) as (client, link):
+            prompt = {"messages": [user("Hi")]} if path == URL else {"prompt": "Hi"}
+            asking = asyncio.ensure_future(client.post(path, json={**prompt, "n": 2, "stream": True}))
+            await eventually(lambda: link.submitted)
+            request_id = link.submitted[0].request_id
+            await eventually(lambda: link.engine._generations[request_id].is_accepted)
+            why = "the options ask for too much: no token is left"
+            link.tell(request_id, [StreamChunk(0, "", [], "error", error=why)])
+            *_, told, done = events_of((await asking).text)
+            assert done == "[DONE]"
+            assert link.aborted == [request_id]
+            error: dict[str, Any] = json.loads(told)["error"]
+            return error
+
+    error = run(test())
+    assert error["message"] == "the options ask for too much: no token is left"
+    assert error["type"] == "invalid_request_error"
 
 
 def test_a_wrong_model_is_404_before_anything_else() -> None:

@@ -197,6 +197,18 @@ def test_reasoning_text_and_calls_are_items_in_their_order() -> None:
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == len("".join(THOUGHT).rstrip())
 
 
+@pytest.mark.parametrize("calls", [[], [*CALL]])
+def test_log_probabilities_of_a_message_are_its_own_however_it_is_sent(calls: list[str]) -> None:
+    whole = [*THOUGHT, "yes", " ", *calls]
+    for pieces in (whole, ["".join(whole)], list("".join(whole))):
+        fields = {"include": ["message.output_text.logprobs"], "tools": [TOOL]}
+        response = ask(Answer(pieces), **fields).json()
+        events = events_of(ask(Answer(pieces), stream=True, **fields))
+        (told,) = [event for event in events if event["type"] == "response.output_text.done"]
+        for logprobs in (response["output"][1]["content"][0]["logprobs"], told["logprobs"]):
+            assert "".join(one["token"] for one in logprobs).strip() == "yes"
+
+
 def test_an_answer_cut_off_is_incomplete() -> None:
     response = ask(Answer(["Hel"], "length"), max_output_tokens=3).json()
     assert response["status"] == "incomplete"

@@ -110,7 +110,15 @@ class OutputProcessor:
         if seq.request.stream:
             logprobs = seq.logprobs[-len(token_ids) :] if seq.logprobs and token_ids else None
             seq.request.chunks.append(
-                StreamChunk(seq.index, visible, token_ids, seq.finish_reason, seq.stop_reason, logprobs)
+                StreamChunk(
+                    seq.index,
+                    visible,
+                    token_ids,
+                    seq.finish_reason,
+                    seq.stop_reason,
+                    logprobs,
+                    error=seq.error,
+                )
             )
 
     def _end_finished(self, requests: Iterable[Request], now: float) -> None:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.errors import EngineError
+from octavo.outputs import OPTIONS_AT_FAULT
 from octavo.serve import reasoning
+from octavo.serve.api_errors import ApiError
 from octavo.serve.reasoning import ReasoningSplitter
 from octavo.serve.tools import Event, ToolCallParser
 
 if TYPE_CHECKING:
-    from octavo.outputs import CompletionOutput
+    from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.text.tokenizer import Tokenizer
 
 
@@ -122,22 +125,45 @@ def finish_reason(reason: str | None, has_calls: bool) -> str:
     return "length" if reason == "length" else "stop"
 
 
+def check_end(choice: CompletionOutput, output: RequestOutput) -> None:
+    """Raise what the client is told of a choice that did not end by itself or at its limit."""
+    if choice.finish_reason in ("error", "abort"):
+        raise ended_badly(choice.finish_reason, output.error)
+
+
+def ended_badly(reason: str, error: str | None) -> Exception:
+    """What the client is told of a choice that ended with `error` or `abort`."""
+    if reason == "abort":
+        return EngineError("the request was aborted")
+    why = error or "the engine failed at this request"
+    return ApiError(400 if why.startswith(OPTIONS_AT_FAULT) else 500, why)
+
+
 def num_reasoning_tokens(token_ids: Sequence[int], reader: AnswerReader, tokenizer: Tokenizer) -> int:
     """How many of a choice's tokens were reasoning, its closing tag included."""
     if not reader.has_reasoned:
         return 0
     if reader.in_reasoning:
         return len(token_ids)
-    close_id = tokenizer.token_to_id(reasoning.CLOSE)
-    if close_id is not None and close_id in token_ids:
-        return list(token_ids).index(close_id) + 1
-    # The tag came in pieces: count tokens until their text holds it.
-    text = ""
-    for i, token_id in enumerate(token_ids):
-        text += tokenizer.token_text(token_id)
-        if reasoning.CLOSE in text:
-            return i + 1
-    return len(token_ids)
+    return place_of(reasoning.CLOSE, token_ids, tokenizer)[1]
+
+
+def place_of(tag: str, token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int, int]:
+    """The first token of a tag, and the one after its last; both are the number of tokens where it is not."""
+    tag_id = tokenizer.token_to_id(tag)
+    if tag_id is not None and tag_id in token_ids:
+        first = token_ids.index(tag_id)
+        return first, first + 1
+    tail = ""
+    for i, token_id in enumerate(token_ids):  # it may come in pieces
+        tail = tail[1 - len(tag) :] + tokenizer.token_text(token_id)
+        if tag in tail:
+            first, text = i, tokenizer.token_text(token_id)
+            while tag not in text:
+                first -= 1
+                text = tokenizer.token_text(token_ids[first]) + text
+            return first, i + 1
+    return len(token_ids), len(token_ids)
 
 
 def new_id(prefix: str) -> str:

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.errors import EngineError, RequestError
-from octavo.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
+from octavo.errors import RequestError
+from octavo.outputs import Logprob, RequestOutput, StreamChunk
 from octavo.serve.answer import (
     Answer,
     AnswerReader,
+    check_end,
+    ended_badly,
     finish_reason,
     new_id,
     num_reasoning_tokens,
     read_answer,
 )
-from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
+from octavo.serve.api_errors import ERROR_RESPONSES
 from octavo.serve.chat_prompt import PreparedChat, prepare_chat
 from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.models import check_model
 from octavo.serve.response_parts import Usage, chat_logprobs, usage_of
-from octavo.serve.sse import event_stream, while_connected
+from octavo.serve.sse import DONE, GenerationStream, error_event, while_connected
 from octavo.serve.tools import Event
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
-    from octavo.serve.generation import Generation
     from octavo.serve.settings import ServeSettings
     from octavo.text.tokenizer import Tokenizer
 
@@ -75,11 +76,10 @@ async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings:
     except BaseException:  # being cancelled included: the client has gone
         generation.abort()
         raise
-    return event_stream(writer.stream(generation), [generation], slow_reader_s=settings.slow_reader_s)
+    return GenerationStream(writer, [generation], settings.slow_reader_s)
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class _Writer:
@@ -130,39 +130,43 @@ class _Writer:
         entries = chat_logprobs(token_ids, logprobs or (), self._body.num_logprobs, self._tokenizer)
         return {"content": entries, "refusal": None}
 
-    # Streamed
+    # Streamed; see `sse.Writer`
 
-    async def stream(self, generation: Generation) -> AsyncIterator[str]:
-        """The answer as chunks, each a JSON text."""
+    def begin(self) -> bytes:
         options = self._body.stream_options
-        has_usage = options is not None and bool(options.include_usage)
-        head = _json(
-            {
-                "id": self.id,
-                "object": "chat.completion.chunk",
-                "created": self._created,
-                "model": self._model,
-            }
-        )[:-1]
+        self._has_usage = options is not None and bool(options.include_usage)
+        about = {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+        }
+        self._head = f'data: {_json(about)[:-1]},"choices":['
         # With usage asked for, every other chunk says that it is not the one.
-        tail = ',"usage":null}' if has_usage else "}"
-        choices = [
-            _ChoiceStream(i, self._format.reader(), f'{head},"choices":[{{"index":{i},"delta":', tail)
+        tail = '],"usage":null}\n\n' if self._has_usage else "]}\n\n"
+        self._choices = [
+            _ChoiceStream(i, self._format.reader(), f'{self._head}{{"index":{i},"delta":', tail)
             for i in range(self._num_choices)
         ]
-        output: RequestOutput | None = None
-        async for chunk in generation:
-            output = chunk.output or output
-            if chunk.finish_reason in ("error", "abort"):
-                raise ended_badly(chunk.finish_reason, output)
-            for text in choices[chunk.index].read(chunk, self._chunk_logprobs(chunk)):
-                yield text
-        if has_usage and output is not None:
-            num_reasoning = sum(
-                num_reasoning_tokens(choice.token_ids, choices[choice.index].reader, self._tokenizer)
-                for choice in output.outputs
-            )
-            yield f'{head},"choices":[],"usage":{_json(self._usage(output, num_reasoning))}}}'
+        return b""
+
+    def piece(self, place: int, chunk: StreamChunk) -> bytes:
+        if chunk.finish_reason in ("error", "abort"):
+            raise ended_badly(chunk.finish_reason, chunk.error)
+        return self._choices[chunk.index].read(chunk, self._chunk_logprobs(chunk)).encode()
+
+    def end(self, outputs: list[RequestOutput]) -> bytes:
+        if not self._has_usage:
+            return DONE
+        (output,) = outputs
+        num_reasoning = sum(
+            num_reasoning_tokens(choice.token_ids, self._choices[choice.index].reader, self._tokenizer)
+            for choice in output.outputs
+        )
+        return f'{self._head}],"usage":{_json(self._usage(output, num_reasoning))}}}\n\n'.encode() + DONE
+
+    def failed(self, error: Exception) -> bytes:
+        return error_event(error) + DONE
 
     def _chunk_logprobs(self, chunk: StreamChunk) -> list[Any] | None:
         if self._body.num_logprobs is None:
@@ -180,31 +184,34 @@ class _ChoiceStream:
         self._index = index
         self._head = head
         self._tail = tail
+        self._content_head = head + '{"content":'
+        self._content_tail = '},"logprobs":null,"finish_reason":null}' + tail
         self._is_begun = False
         self._num_calls = 0
         self._logprobs: list[Any] = []
 
-    def read(self, chunk: StreamChunk, logprobs: list[Any] | None) -> list[str]:
+    def read(self, chunk: StreamChunk, logprobs: list[Any] | None) -> str:
         """The chunks that this piece gives; `logprobs` of its tokens, when they are asked for."""
-        chunks = []
         # Text may be held back while its tokens are not: those wait for the next chunk that has text.
         if logprobs is not None:
             self._logprobs += logprobs
         events = self.reader.push(chunk.text)
         if chunk.finish_reason is not None:
             events += self.reader.finish(is_cut=chunk.finish_reason == "length")
+        told = ""
         if not self._is_begun and (events or chunk.finish_reason is not None):
             self._is_begun = True
             begins_with_text = not events or events[0].kind == "content"
-            role = {"role": "assistant", "content": "" if begins_with_text else None}
-            chunks.append(self._chunk(role))
+            told = self._chunk({"role": "assistant", "content": "" if begins_with_text else None})
         for event in events:
-            chunks.append(self._chunk(self._delta(event), self._take(logprobs)))
+            if logprobs is None and event.kind == "content":  # nearly all there is
+                told += f"{self._content_head}{_json(event.text)}{self._content_tail}"
+            else:
+                told += self._chunk(self._delta(event), self._take(logprobs))
         if chunk.finish_reason is not None:
             reason = finish_reason(chunk.finish_reason, self.reader.num_calls > 0)
-            rest = self._take(logprobs) if self._logprobs else None
-            chunks.append(self._chunk({}, rest, reason))
-        return chunks
+            told += self._chunk({}, self._take(logprobs) if self._logprobs else None, reason)
+        return told
 
     def _take(self, logprobs: list[Any] | None) -> list[Any] | None:
         if logprobs is None:
@@ -236,7 +243,7 @@ class _ChoiceStream:
     ) -> str:
         content = "null" if logprobs is None else _json({"content": logprobs, "refusal": None})
         end = "null" if reason is None else f'"{reason}"'
-        return f'{self._head}{_json(delta)},"logprobs":{content},"finish_reason":{end}}}]{self._tail}'
+        return f'{self._head}{_json(delta)},"logprobs":{content},"finish_reason":{end}}}{self._tail}'
 
 
 def _message(answer: Answer) -> dict[str, Any]:
@@ -253,18 +260,3 @@ def _message(answer: Answer) -> dict[str, Any]:
             for call in answer.calls
         ]
     return message
-
-
-def check_end(choice: CompletionOutput, output: RequestOutput) -> None:
-    """Raise what the client is told of a choice that did not end by itself or at its limit."""
-    if choice.finish_reason in ("error", "abort"):
-        raise ended_badly(choice.finish_reason, output)
-
-
-def ended_badly(reason: str, output: RequestOutput | None) -> Exception:
-    """What the client is told of a choice that ended with `error` or `abort`."""
-    if reason == "abort":
-        return EngineError("the request was aborted")
-    is_clients = output is not None and output.blames_options
-    why = (output and output.error) or "the engine failed at this request"
-    return ApiError(400 if is_clients else 500, why)

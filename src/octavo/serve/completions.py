@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
-from octavo.serve.answer import finish_reason, new_id
+from octavo.serve.answer import check_end, ended_badly, finish_reason, new_id
 from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
-from octavo.serve.chat import check_end, ended_badly
 from octavo.serve.models import check_model
 from octavo.serve.protocol import CompletionRequest, to_sampling_params
 from octavo.serve.response_parts import CompletionLogprobs, completion_logprobs, usage_of
-from octavo.serve.sse import event_stream, while_connected
+from octavo.serve.sse import DONE, GenerationStream, error_event, event, while_connected
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -54,7 +53,7 @@ async def _respond(
     if body.echo and logprobs is not None and body.stream:
         raise ApiError(400, "echo with logprobs cannot be streamed; leave out one of the three", param="echo")
     params = to_sampling_params(body, engine.model, prompt_logprobs=logprobs if body.echo else None)
-    writer = _Writer(body, model, engine, params.n)
+    writer = _Writer(body, prompts, model, engine, params.n)
     async with contextlib.AsyncExitStack() as unless_streamed:
         generations: list[Generation] = []
         for i, (prompt, token_ids) in enumerate(prompts):
@@ -72,8 +71,9 @@ async def _respond(
             return JSONResponse(writer.whole([await generation.result() for generation in generations]))
         for generation in generations:
             await generation.accepted()
+        stream = GenerationStream(writer, generations, settings.slow_reader_s)
         unless_streamed.pop_all()
-    return event_stream(writer.stream(generations), generations, slow_reader_s=settings.slow_reader_s)
+    return stream
 
 
 async def _encode(
@@ -111,7 +111,14 @@ def _is_one(prompt: str | Sequence[Any]) -> bool:
 class _Writer:
     """Writes one answer, whole or in chunks. Choice `j` of prompt `i` has index ``i * n + j``."""
 
-    def __init__(self, body: CompletionRequest, model: str, engine: AsyncEngine, n: int) -> None:
+    def __init__(
+        self,
+        body: CompletionRequest,
+        prompts: list[tuple[str | None, list[int]]],
+        model: str,
+        engine: AsyncEngine,
+        n: int,
+    ) -> None:
         self.id = new_id("cmpl")
         self._head = {
             "id": self.id,
@@ -120,6 +127,7 @@ class _Writer:
             "model": model,
         }
         self._body = body
+        self._prompts = prompts
         self._engine = engine
         self._n = n
 
@@ -158,30 +166,51 @@ class _Writer:
             )
         return completion_logprobs(token_ids, logprobs, self._body.logprobs, self._tokenizer)
 
-    async def stream(self, generations: list[Generation]) -> AsyncIterator[dict[str, Any]]:
-        """The pieces, each choice's last one with its finish reason, and the usage when it is asked for."""
+    # Streamed; see `sse.Writer`
+
+    def begin(self) -> bytes:
         options = self._body.stream_options
-        has_usage = options is not None and bool(options.include_usage)
-        head = {**self._head, "usage": None} if has_usage else self._head
-        offsets: dict[int, int] = {}
-        for i, generation in enumerate(generations):
-            echo = self._echo(generation.prompt, generation.prompt_token_ids)
-            if echo:
-                for index in range(i * self._n, (i + 1) * self._n):
-                    yield {**head, "choices": [_choice(index, echo)]}
-        async for i, chunk in _merged(generations):
-            if chunk.finish_reason in ("error", "abort"):
-                raise ended_badly(chunk.finish_reason, chunk.output)
-            index = i * self._n + chunk.index
-            logprobs = self._chunk_logprobs(chunk, offsets.get(index, 0))
-            if logprobs is not None and logprobs["tokens"]:
-                offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-            if chunk.text or chunk.finish_reason is not None or logprobs is not None:
-                reason = chunk.finish_reason and finish_reason(chunk.finish_reason, False)
-                yield {**head, "choices": [_choice(index, chunk.text, logprobs, reason)]}
-        if has_usage:
-            outputs = [generation.output for generation in generations if generation.output is not None]
-            yield {**self._head, "choices": [], "usage": usage_of(outputs)}
+        self._has_usage = options is not None and bool(options.include_usage)
+        head = {**self._head, "usage": None} if self._has_usage else self._head
+        self._chunk_head = f'data: {_json(head)[:-1]},"choices":['
+        self._offsets: dict[int, int] = {}
+        told = [
+            self._chunk(i * self._n + j, echo)
+            for i, (text, token_ids) in enumerate(self._prompts)
+            if (echo := self._echo(text, token_ids))
+            for j in range(self._n)
+        ]
+        return "".join(told).encode()
+
+    def piece(self, place: int, chunk: StreamChunk) -> bytes:
+        if chunk.finish_reason in ("error", "abort"):
+            raise ended_badly(chunk.finish_reason, chunk.error)
+        index = place * self._n + chunk.index
+        logprobs = self._chunk_logprobs(chunk, self._offsets.get(index, 0))
+        if logprobs is not None and logprobs["tokens"]:
+            self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        if not chunk.text and chunk.finish_reason is None and logprobs is None:
+            return b""
+        reason = chunk.finish_reason and finish_reason(chunk.finish_reason, False)
+        return self._chunk(index, chunk.text, logprobs, reason).encode()
+
+    def end(self, outputs: list[RequestOutput]) -> bytes:
+        if not self._has_usage:
+            return DONE
+        return event({**self._head, "choices": [], "usage": usage_of(outputs)}) + DONE
+
+    def failed(self, error: Exception) -> bytes:
+        return error_event(error) + DONE
+
+    def _chunk(
+        self, index: int, text: str, logprobs: CompletionLogprobs | None = None, reason: str | None = None
+    ) -> str:
+        numbers = "null" if logprobs is None else _json(logprobs)
+        end = "null" if reason is None else f'"{reason}"'
+        return (
+            f'{self._chunk_head}{{"index":{index},"text":{_json(text)},'
+            f'"logprobs":{numbers},"finish_reason":{end}}}]}}\n\n'
+        )
 
     def _chunk_logprobs(self, chunk: StreamChunk, text_offset: int) -> CompletionLogprobs | None:
         if self._body.logprobs is None:
@@ -195,29 +224,4 @@ class _Writer:
         )
 
 
-def _choice(
-    index: int, text: str, logprobs: CompletionLogprobs | None = None, reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, StreamChunk]]:
-    """The pieces of all of them as they come, each with its generation's place."""
-    if len(generations) == 1:
-        async for chunk in generations[0]:
-            yield 0, chunk
-        return
-    waiting = {asyncio.ensure_future(anext(one, None)): i for i, one in enumerate(generations)}
-    try:
-        while waiting:
-            ready, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(ready, key=waiting.__getitem__):
-                i = waiting.pop(task)
-                piece = task.result()
-                if piece is not None:
-                    yield i, piece
-                    waiting[asyncio.ensure_future(anext(generations[i], None))] = i
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
@@ -45,6 +46,8 @@ class Generation:
         """Whether it has left the engine's queue."""
         self.submitted_s = asyncio.get_running_loop().time()
         self.timer: asyncio.TimerHandle | None = None
+        self.on_news: Callable[[], None] | None = None
+        """Called at once when there is something to `take` or it is over, in place of waking who iterates."""
         self._on_abort = on_abort
         self._pending: dict[int, list[StreamChunk]] = {}
         self._waiter: asyncio.Future[None] | None = None
@@ -67,6 +70,12 @@ class Generation:
             await self._news()
         return self.output
 
+    def take(self) -> list[StreamChunk]:
+        """What has come and was not read yet: at most one piece of each continuation, without `output`."""
+        chunks = [_joined(pieces) for pieces in self._pending.values()]
+        self._pending.clear()
+        return chunks
+
     def abort(self) -> None:
         """End it now, wherever it stands; after its end this does nothing."""
         if not self.is_over:
@@ -84,15 +93,7 @@ class Generation:
         index = next(iter(self._pending))
         chunk = _joined(self._pending.pop(index))
         if self.output is not None and not self._pending:
-            return StreamChunk(
-                chunk.index,
-                chunk.text,
-                chunk.token_ids,
-                chunk.finish_reason,
-                chunk.stop_reason,
-                chunk.logprobs,
-                self.output,
-            )
+            return replace(chunk, output=self.output)
         return chunk
 
     async def __aenter__(self) -> Self:
@@ -144,7 +145,9 @@ class Generation:
             self._waiter = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self.on_news is not None:
+            self.on_news()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
@@ -166,4 +169,5 @@ def _joined(pieces: list[StreamChunk]) -> StreamChunk:
         last.finish_reason,
         last.stop_reason,
         logprobs or None,
+        error=last.error,
     )

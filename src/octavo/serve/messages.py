@@ -7,8 +7,9 @@
                        Accepted  Refused  News  Observed  Died
 
 Every `Submit` is answered by `Accepted` or `Refused`, and every accepted request ends in exactly one `Item`
-whose `output` is set, aborted ones included. One `News` holds everything that a step brought, so that a step
-costs one message.
+whose `output` is set, aborted ones included; one that is aborted before either answer has that `Item` alone.
+One `News` holds everything that a step brought, so that a step costs one message. While there are requests
+and no steps (grammars are compiled), empty ones say that the loop turns.
 """
 
 from __future__ import annotations
@@ -189,11 +190,12 @@ def _packed(chunk: StreamChunk) -> tuple[Any, ...]:
             {token_id: (entry.logprob, entry.rank, entry.decoded_token) for token_id, entry in one.items()}
             for one in logprobs
         ]
-    return chunk.index, chunk.text, chunk.token_ids, chunk.finish_reason, chunk.stop_reason, logprobs
+    ended = chunk.finish_reason, chunk.stop_reason, chunk.error
+    return chunk.index, chunk.text, chunk.token_ids, logprobs, *ended
 
 
 def _unpacked(packed: tuple[Any, ...]) -> StreamChunk:
-    index, text, token_ids, finish_reason, stop_reason, logprobs = packed
+    index, text, token_ids, logprobs, finish_reason, stop_reason, error = packed
     if logprobs is not None:
         logprobs = [{token_id: Logprob(*entry) for token_id, entry in one.items()} for one in logprobs]
-    return StreamChunk(index, text, token_ids, finish_reason, stop_reason, logprobs)
+    return StreamChunk(index, text, token_ids, finish_reason, stop_reason, logprobs, None, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
@@ -11,21 +10,20 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from octavo.errors import RequestError
-from octavo.outputs import Logprob, RequestOutput
-from octavo.serve.answer import AnswerReader, new_id, num_reasoning_tokens
+from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
+from octavo.serve import tools
+from octavo.serve.answer import check_end, ended_badly, new_id, num_reasoning_tokens, place_of
 from octavo.serve.api_errors import ERROR_RESPONSES, as_api_error
-from octavo.serve.chat import check_end, ended_badly
 from octavo.serve.chat_prompt import PreparedChat, prepare_chat
 from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.models import check_model
 from octavo.serve.response_parts import chat_logprobs
-from octavo.serve.responses_output import OutputBuilder
+from octavo.serve.responses_output import EventBody, OutputBuilder
 from octavo.serve.responses_protocol import ResponsesRequest
-from octavo.serve.sse import event_stream, while_connected
+from octavo.serve.sse import GenerationStream, error_event, while_connected
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
-    from octavo.serve.generation import Generation
     from octavo.serve.settings import ServeSettings
     from octavo.text.tokenizer import Tokenizer
 
@@ -73,9 +71,7 @@ async def _respond(
     except BaseException:  # being cancelled included: the client has gone
         generation.abort()
         raise
-    return event_stream(
-        writer.stream(generation), [generation], done=None, slow_reader_s=settings.slow_reader_s
-    )
+    return GenerationStream(writer, [generation], settings.slow_reader_s)
 
 
 class _Writer:
@@ -97,67 +93,79 @@ class _Writer:
         self._model = model
         self._tokenizer = tokenizer
         self._output = OutputBuilder()
+        self._reader = chat.format.reader()
+        self._token_ids: list[int] = []
+        self._logprobs: list[Any] = []
+        self._num_told = 0
         self._sequence_number = -1
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """The response to a request without `stream`."""
         choice = output.outputs[0]
         check_end(choice, output)
-        reader = self._chat.format.reader()
-        is_cut = choice.finish_reason == "length"
-        logprobs = self._logprobs(choice.token_ids, choice.logprobs)
-        for event in reader.push(choice.text) + reader.finish(is_cut=is_cut):
-            taken = logprobs if event.kind == "content" else []
-            self._output.add(event, taken)
-            logprobs = logprobs if taken is not logprobs else []
-        self._output.finish(is_cut=is_cut)
-        return self._ended(output, reader)
+        self._read(choice, choice.finish_reason)
+        return self._ended(output)
 
-    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The response as events, from `response.created` to the one that says how it ended."""
-        reader = self._chat.format.reader()
-        output: RequestOutput | None = None
-        logprobs: list[Any] = []
-        try:
-            for name in ("response.created", "response.in_progress"):
-                yield self._event({"type": name, "response": self._response("in_progress")})
-            async for chunk in generation:
-                output = chunk.output or output
-                if chunk.finish_reason in ("error", "abort"):
-                    raise ended_badly(chunk.finish_reason, output)
-                logprobs += self._logprobs(chunk.token_ids, chunk.logprobs)
-                events = reader.push(chunk.text)
-                is_cut = chunk.finish_reason == "length"
-                if chunk.finish_reason is not None:
-                    events += reader.finish(is_cut=is_cut)
-                for event in events:
-                    for told in self._output.add(event, logprobs if event.kind == "content" else ()):
-                        yield self._event(told)
-                    logprobs = []
-                if chunk.finish_reason is not None:
-                    for told in self._output.finish(is_cut=is_cut):
-                        yield self._event(told)
-        except Exception as error:
-            known = as_api_error(error)
-            failed = self._response("failed")
-            failed["error"] = {"code": "server_error", "message": known.message}
-            yield self._event({"type": "response.failed", "response": failed})
-            raise known from error
-        if output is not None:
-            response = self._ended(output, reader)
-            yield self._event({"type": f"response.{response['status']}", "response": response})
+    # Streamed; see `sse.Writer`
+
+    def begin(self) -> bytes:
+        names = ("response.created", "response.in_progress")
+        return b"".join(
+            self._event({"type": name, "response": self._response("in_progress")}) for name in names
+        )
+
+    def piece(self, place: int, chunk: StreamChunk) -> bytes:
+        if chunk.finish_reason in ("error", "abort"):
+            raise ended_badly(chunk.finish_reason, chunk.error)
+        return b"".join(map(self._event, self._read(chunk, chunk.finish_reason)))
+
+    def end(self, outputs: list[RequestOutput]) -> bytes:
+        response = self._ended(outputs[0])
+        return self._event({"type": f"response.{response['status']}", "response": response})
+
+    def failed(self, error: Exception) -> bytes:
+        failed = self._response("failed")
+        failed["error"] = {"code": "server_error", "message": as_api_error(error).message}
+        return self._event({"type": "response.failed", "response": failed}) + error_event(error)
+
+    def _read(self, piece: CompletionOutput | StreamChunk, end: str | None) -> list[EventBody]:
+        """Takes in a piece of the answer, or all of it; what there is to tell of it."""
+        if self._num_logprobs is not None:
+            self._token_ids += piece.token_ids
+            self._logprobs += chat_logprobs(
+                piece.token_ids, piece.logprobs or (), self._num_logprobs, self._tokenizer
+            )
+        events = self._reader.push(piece.text)
+        is_cut = end == "length"
+        if end is not None:
+            events += self._reader.finish(is_cut=is_cut)
+        told: list[EventBody] = []
+        for event in events:
+            if event.kind == "tool_name":
+                self._output.add_logprobs(self._take_logprobs())
+            told += self._output.add(event, self._take_logprobs() if event.kind == "content" else ())
+        if end is not None:
+            self._output.add_logprobs(self._take_logprobs())
+            told += self._output.finish(is_cut=is_cut)
+        return told
+
+    def _take_logprobs(self) -> list[Any]:
+        """Those of the message's tokens that were not told yet: what is between reasoning and calls."""
+        if not self._logprobs:
+            return []
+        first = self._num_told or num_reasoning_tokens(self._token_ids, self._reader, self._tokenizer)
+        last = len(self._logprobs)
+        if self._reader.num_calls:
+            last = first + place_of(tools.OPEN, self._token_ids[first:], self._tokenizer)[0]
+        self._num_told = max(first, last)
+        return self._logprobs[first:last]
 
     def _event(self, body: dict[str, Any]) -> bytes:
         self._sequence_number += 1
         data = to_json({**body, "sequence_number": self._sequence_number}, inf_nan_mode="null")
         return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), data)
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> list[Any]:
-        if self._num_logprobs is None:
-            return []
-        return list(chat_logprobs(token_ids, logprobs or (), self._num_logprobs, self._tokenizer))
-
-    def _ended(self, output: RequestOutput, reader: AnswerReader) -> dict[str, Any]:
+    def _ended(self, output: RequestOutput) -> dict[str, Any]:
         choice = output.outputs[0]
         is_cut = choice.finish_reason == "length"
         response = self._response("incomplete" if is_cut else "completed")
@@ -169,7 +177,7 @@ class _Writer:
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": num_new,
             "output_tokens_details": {
-                "reasoning_tokens": num_reasoning_tokens(choice.token_ids, reader, self._tokenizer)
+                "reasoning_tokens": num_reasoning_tokens(choice.token_ids, self._reader, self._tokenizer)
             },
             "total_tokens": num_prompt + num_new,
         }

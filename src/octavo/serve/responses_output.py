@@ -43,6 +43,11 @@ class OutputBuilder:
                 delta = self._about("response.function_call_arguments.delta", delta=event.text)
         return [*events, delta]
 
+    def add_logprobs(self, logprobs: Sequence[Any]) -> None:
+        """Of a message's tokens without text, such as the one that ended it: told when the message ends."""
+        if self._open is not None and self._open["type"] == "message":
+            self._open["content"][0]["logprobs"] += logprobs
+
     def finish(self, *, is_cut: bool) -> list[EventBody]:
         """The end of the last item; `is_cut`: at the limit of tokens, so that it is incomplete."""
         return self._end("incomplete" if is_cut else "completed")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     from fastapi import Request
     from starlette.types import Receive, Scope, Send
 
+    from octavo.outputs import RequestOutput, StreamChunk
     from octavo.serve.generation import Generation
 
 logger = logging.getLogger("octavo.serve")
 
 T = TypeVar("T")
-Event = dict[str, Any] | str | bytes
 
-DONE: Final = "[DONE]"
+DONE: Final = b"data: [DONE]\n\n"
 HEADERS: Final = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # or nginx would gather the pieces
@@ -39,42 +40,31 @@ class ClientGone(Exception):
     """The client closed its connection before its answer was ready."""
 
 
-def event_stream(
-    events: AsyncIterator[Event],
-    generations: Iterable[Generation] = (),
-    *,
-    done: str | None = DONE,
-    slow_reader_s: float = 60.0,
-) -> EventStream:
-    """A response that sends `events`, and then `done` unless that is None.
+class Writer(Protocol):
+    """Puts the pieces of one answer's generations into words: whole events, as bytes."""
 
-    events: a dict becomes ``data: {json}``, a str ``data: str``; bytes are sent as they are, for events with
-        a name. An exception in it becomes one ``data: {"error": ...}`` event, as headers have gone by then;
-        so await `Generation.accepted` before making the response.
-    generations: aborted when the stream ends before them, for whatever reason.
-    slow_reader_s: a client that takes nothing for so long is given up.
-    """
-    return EventStream(events, tuple(generations), done, slow_reader_s)
+    def begin(self) -> bytes:
+        """What is told before the first piece."""
+
+    def piece(self, place: int, chunk: StreamChunk) -> bytes:
+        """What a piece of the generation at this place brings. It may raise, which ends the stream."""
+
+    def end(self, outputs: list[RequestOutput]) -> bytes:
+        """What is told after the last piece; the generations' outputs in their order."""
+
+    def failed(self, error: Exception) -> bytes:
+        """What is told instead of `end`, as headers have gone by then."""
 
 
-class EventStream(Response):
-    """See `event_stream`."""
+class _Stream(Response):
+    """Sends events until they end or the client leaves, and aborts `generations` then."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncIterator[Event],
-        generations: tuple[Generation, ...],
-        done: str | None,
-        slow_reader_s: float,
-        status_code: int = 200,  # FastAPI reads from here what to put into the API's description
-    ) -> None:
+    def __init__(self, generations: Sequence[Generation], slow_reader_s: float, status_code: int) -> None:
         super().__init__(status_code=status_code, headers=HEADERS)
         del self.headers["content-length"]
-        self._events = events
         self._generations = generations
-        self._done = done
         self._slow_reader_s = slow_reader_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,45 +83,186 @@ class EventStream(Response):
             raise error
 
     async def _write(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
+        head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
-            async with asyncio.timeout(None) as limit:
-
-                async def patiently_send(message: dict[str, Any]) -> None:
-                    limit.reschedule(loop.time() + self._slow_reader_s)
-                    await send(message)
-                    limit.reschedule(None)
-
-                start = {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-                await patiently_send(start)
-                async for data in self._encoded():
-                    await patiently_send({"type": "http.response.body", "body": data, "more_body": True})
-                await patiently_send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._wait_for(_begun(send(head)))
+            await self._write_body(send)
         except TimeoutError:
             logger.warning("a client took nothing for %g s and is given up", self._slow_reader_s)
 
-    async def _encoded(self) -> AsyncIterator[bytes]:
+    async def _write_body(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _wait_for(self, rest: _Rest | None) -> None:
+        """Until the client has taken it; TimeoutError when it takes nothing for too long."""
+        if rest is not None:
+            async with asyncio.timeout(self._slow_reader_s):
+                await rest
+
+
+class EventStream(_Stream):
+    """Sends `events` as they come: bytes that are whole events. An exception in them is told as one.
+
+    slow_reader_s: a client that takes nothing for so long is given up.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        slow_reader_s: float = 60.0,
+        status_code: int = 200,  # FastAPI reads from here what to put into the API's description
+    ) -> None:
+        super().__init__((), slow_reader_s, status_code)
+        self._events = events
+
+    async def _write_body(self, send: Send) -> None:
+        last = b""
         try:
-            async for event in self._events:
-                yield _encode(event)
-        except Exception as error:
-            yield _encode(as_api_error(error).body())
+            while True:
+                try:
+                    event = await anext(self._events)
+                except StopAsyncIteration:
+                    break
+                except Exception as error:
+                    last = error_event(error)
+                    break
+                await self._wait_for(_begun(send(_body(event))))
         finally:
             if (close := getattr(self._events, "aclose", None)) is not None:
                 await close()
-        if self._done is not None:
-            yield _encode(self._done)
+        await self._wait_for(_begun(send(_body(last, is_last=True))))
 
 
-def _encode(event: Event) -> bytes:
-    if isinstance(event, bytes):
-        return event
-    data = event.encode() if isinstance(event, str) else to_json(event, inf_nan_mode="null")
-    return b"data: " + data + b"\n\n"
+class GenerationStream(_Stream):
+    """Sends what `writer` makes of each piece of `generations`, at the moment it comes.
+
+    Pieces are written from the call that brings them for as long as the client takes them at once: a task's
+    turn for each piece costs more than writing it. Otherwise this stream's task waits for the client, and
+    what comes meanwhile is joined by the `Generation`.
+
+    slow_reader_s: a client that takes nothing for so long is given up.
+    """
+
+    def __init__(
+        self, writer: Writer, generations: Sequence[Generation], slow_reader_s: float = 60.0
+    ) -> None:
+        super().__init__(generations, slow_reader_s, 200)
+        self._writer = writer
+        self._begin = writer.begin()
+        self._open = set(range(len(generations)))
+        self._ready = dict.fromkeys(self._open)
+        """Places of generations with news, in the order in which they came."""
+        self._failure: Exception | None = None
+        self._rest: _Rest | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def _write_body(self, send: Send) -> None:
+        self._send = send
+        loop = asyncio.get_running_loop()
+        try:
+            for place, generation in enumerate(self._generations):
+                generation.on_news = functools.partial(self._on_news, place)
+            if self._begin:
+                await self._wait_for(_begun(send(_body(self._begin))))
+            while self._rest is not None or (self._failure is None and self._open):
+                if self._rest is not None:
+                    await self._wait_for(self._rest)
+                    self._rest = None
+                elif self._ready:
+                    self._pump()
+                else:
+                    self._waiter = loop.create_future()
+                    try:
+                        await self._waiter
+                    finally:
+                        self._waiter = None
+        finally:
+            for generation in self._generations:
+                generation.on_news = None
+            if self._rest is not None:
+                self._rest.close()
+        await self._wait_for(_begun(send(_body(self._last_words(), is_last=True))))
+
+    def _on_news(self, place: int) -> None:
+        self._ready[place] = None
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return  # the task is at it
+        try:
+            self._pump()
+        except Exception as error:
+            waiter.set_exception(error)
+            return
+        if self._rest is not None or self._failure is not None or not self._open:
+            waiter.set_result(None)
+
+    def _pump(self) -> None:
+        """Send what has come, up to the point where the client does not take more."""
+        parts = []
+        for place in self._ready:
+            generation = self._generations[place]
+            try:
+                for chunk in generation.take():
+                    parts.append(self._writer.piece(place, chunk))
+                self._failure = generation.error
+            except Exception as error:
+                self._failure = error
+            if self._failure is not None:
+                break
+            if generation.output is not None:
+                self._open.discard(place)
+        self._ready.clear()
+        if data := b"".join(parts):
+            self._rest = _begun(self._send(_body(data)))
+
+    def _last_words(self) -> bytes:
+        if self._failure is None:
+            try:
+                return self._writer.end([one.output for one in self._generations if one.output is not None])
+            except Exception as error:
+                self._failure = error
+        return self._writer.failed(self._failure)
+
+
+class _Rest:
+    """A call that has begun and waits for something: to be awaited by a task, or closed."""
+
+    def __init__(self, first: Any, call: Generator[Any, Any, Any]) -> None:
+        self._first = first
+        self._call = call
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            yield self._first
+            yield from self._call
+        finally:
+            self._call.close()
+
+    def close(self) -> None:
+        self._call.close()
+
+
+def _begun(call: Awaitable[None]) -> _Rest | None:
+    """Run `call` as far as it gets without waiting: None when that is to its end."""
+    steps = call.__await__()
+    try:
+        return _Rest(next(steps), steps)
+    except StopIteration:
+        return None
+
+
+def _body(data: bytes, *, is_last: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": not is_last}
+
+
+def event(data: object) -> bytes:
+    """One event without a name, of what JSON can hold."""
+    return b"data: " + to_json(data, inf_nan_mode="null") + b"\n\n"
+
+
+def error_event(error: Exception) -> bytes:
+    """What a stream tells of an error, whatever it is."""
+    return event(as_api_error(error).body())
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -19,7 +19,7 @@ from octavo import __version__
 from octavo.errors import EngineError
 from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
 from octavo.serve.models import model_names
-from octavo.serve.sse import EventStream, event_stream
+from octavo.serve.sse import EventStream
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -65,7 +65,7 @@ async def engine_state(request: Request) -> dict[str, Any]:
 async def engine_events(request: Request) -> EventStream:
     """Server-sent events for the page: changes as they happen, at most ten a second. Ends with the engine."""
     engine, settings = request.app.state.engine, request.app.state.settings
-    return event_stream(_events(engine, settings), done=None, slow_reader_s=settings.slow_reader_s)
+    return EventStream(_events(engine, settings), settings.slow_reader_s)
 
 
 async def _events(engine: AsyncEngine, settings: ServeSettings) -> AsyncIterator[bytes]:
