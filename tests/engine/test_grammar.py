@@ -2,6 +2,8 @@
 
 import gc
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -16,8 +18,9 @@ from helpers.tokenizers_by_hand import byte_level, sentencepiece_like
 from octavo.engine import grammar as grammars
 from octavo.engine.grammar import Grammar, GrammarCompiler, fill_masks
 from octavo.engine.grammar_masks import BITS, GrammarMasks, forbidden_in_rows, forbidden_tokens
+from octavo.engine.grammar_trial import GrammarTrial
 from octavo.engine.request import Request
-from octavo.errors import EngineError, RequestError
+from octavo.errors import EngineError, OverloadedError, RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutput, lark_json
 from octavo.text.recipe import TokenizerRecipe
 from octavo.text.tokenizer import Tokenizer
@@ -276,7 +279,117 @@ def test_a_grammar_is_compiled_once_and_so_is_a_refusal(
     smollm2.compile(StructuredOutput(regex="b{3}"))
     assert smollm2.start(StructuredOutput(regex="b{3}")).done()
     long = smollm2.start(StructuredOutput(regex="bbbbbbbbbbbbbbbbbbb"))
-    assert list(smollm2._compiled.values()) == [long], "so was all that is too long together"
+    long.result()
+    last = smollm2.start(StructuredOutput(regex="c"))
+    assert list(smollm2._compiled.values()) == [long, last], "so was all that is too long together"
+
+
+class Text(str):
+    """One that can be referred to weakly."""
+
+
+class HeldLibrary:
+    """Compiles nothing until `let_go`; then each grammar ends with what `ends` holds for it, if anything."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.begun = threading.Event()
+        self.tried: list[StructuredOutput] = []
+        self.ends: dict[StructuredOutput, Exception] = {}
+        self.trial = self
+
+    def compile(self, output: StructuredOutput) -> str:
+        self.begun.set()
+        assert self.let_go.wait(30)
+        self.tried.append(output)
+        if output in self.ends:
+            raise self.ends[output]
+        return "a matcher"
+
+    def close(self) -> None:
+        self.let_go.set()
+
+
+@pytest.fixture
+def held() -> Iterator[tuple[GrammarCompiler, HeldLibrary]]:
+    compiler = GrammarCompiler(None, 100, ())
+    library = HeldLibrary()
+    compiler._load = lambda: library  # type: ignore[method-assign, assignment, return-value]
+    yield compiler, library
+    library.let_go.set()
+    compiler.close()
+
+
+Held = tuple[GrammarCompiler, HeldLibrary]
+
+
+def test_what_nobody_waits_for_is_not_compiled_and_takes_no_room(held: Held):
+    compiler, library = held
+    under_way = StructuredOutput(regex="under way")
+    first = compiler.start(under_way)
+    assert library.begun.wait(30)
+    kept = []
+    for i in range(1000):
+        text = Text(f"left {i}")
+        kept.append(weakref.ref(text))
+        compiler.start(StructuredOutput(regex=text))
+        compiler.give_up(StructuredOutput(regex=str(text)))
+        del text
+    compiler.give_up(under_way)
+    compiler.give_up(StructuredOutput(regex="unknown"))
+    assert list(compiler._compiled) == [under_way], "it has begun, so it is ended"
+    assert not any(text() for text in kept), "nothing holds what was given up"
+    library.let_go.set()
+    assert first.result(30)
+    compiler.start(StructuredOutput(regex="next")).result(30)
+    assert [one.regex for one in library.tried] == ["under way", "next"]
+
+
+def test_only_so_many_may_wait_to_be_compiled(held: Held, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammars, "MAX_PENDING", 3)
+    compiler, library = held
+    waiting = [StructuredOutput(regex=f"{i}") for i in range(3)]
+    for output in waiting:
+        compiler.start(output)
+    with pytest.raises(OverloadedError, match="3 grammars wait to be compiled, as many as may"):
+        compiler.start(StructuredOutput(regex="one too many"))
+    compiler.start(waiting[0])  # known
+    compiler.give_up(waiting[2])
+    compiler.start(StructuredOutput(regex="in its place"))
+    library.let_go.set()
+
+
+def test_a_failure_that_is_not_the_grammars_is_tried_again_and_a_refusal_is_not(held: Held):
+    compiler, library = held
+    library.let_go.set()
+    output, bad = StructuredOutput(regex="good"), StructuredOutput(regex="bad")
+    library.ends = {output: EngineError("the process does not start"), bad: RequestError("cannot be used")}
+    for _ in range(2):
+        with pytest.raises(EngineError, match="does not start"):
+            compiler.compile(output)
+        with pytest.raises(RequestError, match="cannot be used"):
+            compiler.compile(bad)
+    del library.ends[output]
+    assert compiler.start(output).result(30)
+    assert [one.regex for one in library.tried] == ["good", "bad", "good", "good"]
+
+
+def test_a_trial_that_does_not_start_at_first_is_started_later(monkeypatch: pytest.MonkeyPatch):
+    starts = []
+
+    def start(trial: GrammarTrial) -> None:
+        starts.append(trial)
+        if len(starts) < 3:
+            raise EngineError("the process does not start")
+        really_start(trial)
+
+    really_start = GrammarTrial.start
+    monkeypatch.setattr(GrammarTrial, "start", start)
+    compiler = GrammarCompiler(smollm2_tokenizer(), VOCAB_SIZE, [2])
+    with pytest.raises(EngineError, match="does not start"):
+        compiler.compile(StructuredOutput(regex="a"))
+    compiler.compile(StructuredOutput(regex="a"))
+    compiler.close()
 
 
 def test_after_close_nothing_is_left_and_nothing_is_taken():

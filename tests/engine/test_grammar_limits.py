@@ -17,7 +17,7 @@ from helpers.grammar import make_grammar_engine, run_all, smollm2_tokenizer, str
 from octavo.engine import grammar_trial
 from octavo.engine.core import Engine
 from octavo.engine.grammar_trial import GrammarTrial
-from octavo.errors import RequestError
+from octavo.errors import EngineError, RequestError
 from octavo.sampling_params import StructuredOutput
 
 
@@ -147,17 +147,23 @@ def test_a_silent_process_is_given_up(monkeypatch: pytest.MonkeyPatch):
     with closing(trial()) as slow:
         assert slow.error_of("start: /a/") is None
         monkeypatch.setattr(grammar_trial, "WALL_S", 0.0)
-        assert slow.error_of(LARGE) == "compiling it was given up; make it simpler, or try again"
+        with pytest.raises(EngineError, match="took longer than 0 s; try again"):
+            slow.error_of(LARGE)
 
 
 def test_a_process_that_does_not_start_is_said_not_to(tmp_path: Path):
     with closing(trial()) as broken:
         broken._command[2] = str(tmp_path / "missing.py")
-        assert broken.error_of("start: /a/") == "the process that tries grammars does not start"
+        with pytest.raises(EngineError, match="the process that tries grammars does not start"):
+            broken.error_of("start: /a/")
+        broken._command[0] = str(tmp_path / "no interpreter")
+        with pytest.raises(EngineError, match=r"does not start: .*No such file"):
+            broken.error_of("start: /a/")
 
 
 def test_nothing_is_tried_after_close():
     closed = trial()
     assert closed.error_of("start: /a/") is None
     closed.close()
-    assert closed.error_of("start: /a/") == "the process that tries grammars does not start"
+    with pytest.raises(EngineError, match="does not start"):
+        closed.error_of("start: /a/")

@@ -1,7 +1,9 @@
 """The engine process's loop, in this process, over a real socket pair; and the messages on the wire."""
 
+import json
 import socket
 import threading
+import time
 
 import pytest
 from helpers.core import answer, letters, make_engine
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from octavo.engine.stats import EngineStats
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from octavo.sampling_params import SamplingParams
+from octavo.serve import engine_process
 from octavo.serve.channel import EngineChannel, _Frames
 from octavo.serve.engine_process import EngineLoop
 from octavo.serve.messages import (
@@ -197,9 +200,30 @@ def test_the_observer_speaks_while_somebody_watches_and_first_in_full(front):
     assert not later.is_full
     assert b'"full"' not in later.payload
     front.send(Watch(True))
-    assert front.receive().is_full
+    change, full = front.receive(), front.receive()
+    assert (change.is_full, full.is_full) == (False, True), "who watched already gets what changed"
+    assert json.loads(change.payload)["seq"] == json.loads(full.payload)["seq"]
     front.send(Watch(False), Submit("b", [1, 2, 3], SamplingParams(max_tokens=3)))
     assert not any(isinstance(message, Observed) for message in front.until("b"))
+
+
+def test_who_asks_again_and_again_is_told_no_more_often(front, monkeypatch):
+    """Nor may what he is told take more of the loop's time than its share."""
+    monkeypatch.setattr(engine_process, "OBSERVED_PERIOD_S", 0.05)
+    front.thread.start()
+    for is_slow in (False, True):
+        if is_slow:
+            monkeypatch.setattr(engine_process, "OBSERVED_SHARE", 1e-9)
+        seen = []
+        front.send(Watch(True))
+        seen.append((front.receive(), time.perf_counter()))
+        end = time.perf_counter() + 0.3
+        while time.perf_counter() < end:
+            front.send(Watch(False), Watch(True), Submit("a", [1], SamplingParams(max_tokens=1)))
+            seen += [(one, time.perf_counter()) for one in front.until("a")]
+        full = [at for message, at in seen if isinstance(message, Observed)]
+        assert len(seen) > 30
+        assert 1 <= len(full) <= (3 if is_slow else 8)
 
 
 def test_the_loop_ends_when_the_front_has_gone():

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from helpers.grammar import make_grammar_engine, structured
 
+from octavo.engine import grammar
 from octavo.engine.core import Engine
 from octavo.sampling_params import SamplingParams, StructuredOutput
+from octavo.serve import engine_process
 from octavo.serve.engine_process import EngineLoop
 from octavo.serve.messages import Abort, Accepted, News, Refused, Stop, Submit
 
@@ -105,12 +107,69 @@ def test_one_that_is_aborted_while_it_waits_never_begins(held: Held):
     engine, channel, let_go = held
     channel.inbox.put(Submit("gone", [1], structured(YES_OR_NO)))
     channel.inbox.put(Abort("gone"))
-    [refused] = channel.until(lambda message: True)
-    assert refused == Refused("gone", "EngineError", "it was aborted")
+    output = channel.until(ends("gone"))[-1].items[0].output
+    assert [(one.index, one.text, one.finish_reason) for one in output.outputs] == [(0, "", "abort")]
+    assert output.metrics.e2e_s > 0
     let_go.set()
     channel.inbox.put(Submit("next", [1], structured(YES_OR_NO)))
     seen = channel.until(ends("next"))
-    assert {item.request_id for message in seen if isinstance(message, News) for item in message.items} == {
-        "next"
-    }
-    assert engine.stats().num_steps == sum(isinstance(message, News) for message in seen)
+    told = {item.request_id for message in seen if isinstance(message, News) for item in message.items}
+    assert told == {"next"}
+    assert engine.stats().num_steps == sum(
+        message.step_s > 0 for message in seen if isinstance(message, News)
+    )
+
+
+def test_a_grammar_is_given_up_when_the_last_who_waits_for_it_leaves(held: Held):
+    engine, channel, let_go = held
+    other = StructuredOutput(regex="left|right")
+    channel.inbox.put(Submit("under way", [1], structured(YES_OR_NO)))
+    channel.inbox.put(Submit("first", [1], structured(other)))
+    channel.inbox.put(Submit("second", [1], structured(other)))
+    channel.inbox.put(Abort("first"))
+    channel.until(ends("first"))
+    assert other in engine.grammars._compiled
+    channel.inbox.put(Abort("second"))
+    channel.until(ends("second"))
+    assert other not in engine.grammars._compiled
+    let_go.set()
+    output = channel.until(ends("under way"))[-1].items[0].output
+    assert output.outputs[0].text in ("yes", "no")
+
+
+def test_while_a_grammar_is_compiled_the_loop_says_that_it_turns(held: Held, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_process, "HEARTBEAT_S", 0.01)
+    _, channel, let_go = held
+    channel.inbox.put(Submit("waits", [1], structured(YES_OR_NO)))
+    for _ in range(3):
+        beat = channel.outbox.get(timeout=30)
+        assert isinstance(beat, News)
+        assert (beat.items, beat.step_s, beat.num_tokens) == ([], 0.0, 0)
+    let_go.set()
+    channel.until(ends("waits"))
+
+
+def test_a_grammar_that_was_forgotten_before_its_owner_took_it_is_not_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(grammar, "MAX_KEPT", 0)
+    engine, channel = make_grammar_engine(), Channel()
+    loop = EngineLoop(engine, channel)  # type: ignore[arg-type]
+    loop._take([Submit("waits", [1], structured(YES_OR_NO))])
+    engine.grammars._compiled[YES_OR_NO].result(30)
+    engine.grammars.start(StructuredOutput(regex="another")).result(30)
+    assert YES_OR_NO not in engine.grammars._compiled
+    loop._take([])
+    assert channel.outbox.get_nowait() == Accepted(("waits",))
+    engine.close()
+
+
+def test_more_grammars_than_may_wait_are_refused_for_now(held: Held, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar, "MAX_PENDING", 1)
+    _, channel, let_go = held
+    channel.inbox.put(Submit("waits", [1], structured(YES_OR_NO)))
+    channel.inbox.put(Submit("too many", [1], structured(StructuredOutput(regex="a"))))
+    refused = channel.until(lambda message: isinstance(message, Refused))[-1]
+    assert (refused.request_id, refused.kind) == ("too many", "OverloadedError")
+    let_go.set()
+    channel.until(ends("waits"))

@@ -79,6 +79,7 @@ def test_changes_add_up_to_what_the_engine_holds(seed: int) -> None:
     chance = random.Random(seed)
     engine = Observed(num_blocks=24, max_num_seqs=6, max_num_batched_tokens=24)
     reader = Reader()
+    second: Reader | None = None
     engine.observer.start()
     reader.read(engine.observer.payload())
     evicted: list[int] = []
@@ -92,10 +93,16 @@ def test_changes_add_up_to_what_the_engine_holds(seed: int) -> None:
         if chance.random() < 0.01:
             engine.cache.reset_prefix_cache()
         engine.step()
-        if chance.random() < 0.02:  # a second watcher: everything is told again
-            engine.observer.start()
         if chance.random() < 0.5:
             message = reader.read(engine.observer.payload())
+            if chance.random() < 0.05:  # another reader begins, who only then is like the first
+                engine.observer.start()
+                second = Reader()
+                second.read(engine.observer.snapshot())
+                second.check(engine)
+            elif second is not None:
+                second.read(json.dumps(message).encode())
+                second.check(engine)
             evicted += message.get("evicted", [])
             preempted += len(message["preempted"])
             reader.check(engine)
@@ -173,6 +180,26 @@ def test_evictions_and_preemptions_are_told_once() -> None:
     assert len(evicted) == engine.cache.num_evictions > 1
     assert preempted == [2]
     assert engine.scheduler.num_preemptions == 1
+
+
+def test_a_snapshot_takes_nothing_from_those_who_watch_already() -> None:
+    engine = Observed(num_blocks=4, block_size=4, max_num_batched_tokens=16, watermark_blocks=0)
+    engine.add([1] * 8, max_tokens=1)
+    engine.observer.start()
+    first = json.loads(engine.observer.payload())
+    engine.drain()
+    engine.observer.start()
+    engine.add([2] * 15, max_tokens=1)
+    engine.step()
+    change = json.loads(engine.observer.payload())
+    assert "full" not in change
+    assert (len(change["steps"]), len(change["evicted"])) == (6, engine.cache.num_evictions)
+    assert change["evicted"]
+    everything = json.loads(engine.observer.snapshot())
+    assert everything["full"] == first["full"]
+    assert (everything["seq"], everything["steps"]) == (change["seq"], [])
+    engine.step()
+    assert json.loads(engine.observer.payload())["seq"] == change["seq"] + 1
 
 
 def test_nothing_is_recorded_while_nobody_watches() -> None:

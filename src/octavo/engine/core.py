@@ -27,7 +27,7 @@ from typing import Any
 
 from octavo.cache.manager import KVCacheManager
 from octavo.config import EngineConfig
-from octavo.engine.grammar import GrammarCompiler
+from octavo.engine.grammar import Grammar, GrammarCompiler
 from octavo.engine.output import OutputProcessor
 from octavo.engine.profile import Span, StepProfile, no_span
 from octavo.engine.request import Request
@@ -117,11 +117,13 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         stream: bool = False,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Queue a prompt. Its output appears on the returned request when `step` has finished it.
 
         priority: lower runs first. cache_salt: prompts share cached K/V only under the same salt.
-        stream: also fill `request.chunks` as text appears.
+        stream: also fill `request.chunks` as text appears. grammar: that of `params.structured_output`, for
+        who had it compiled before; left as it is.
 
         Raises RequestError or CapacityError when it can never be served; nothing is queued then.
         """
@@ -140,9 +142,8 @@ class Engine:
         self._check_num_logprobs(len(token_ids), params)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
-        wanted = params.structured_output
-        # Waits for the compilation, unless `grammars.start` was called before; a bad grammar is refused.
-        grammar = None if wanted is None else self.grammars.compile(wanted)
+        if grammar is None and params.structured_output is not None:
+            grammar = self.grammars.compile(params.structured_output)  # waits; a bad one is refused
         arrival = next(self._arrivals)
         request_id = request_id or f"request-{arrival}"
         if request_id in self.requests:

@@ -10,6 +10,7 @@ here, in a thread beside the step loop, and kept for the next request that asks 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from octavo.engine.grammar_check import Vocabulary
 from octavo.engine.grammar_trial import LIMITS, GrammarTrial
-from octavo.errors import EngineError, RequestError
+from octavo.errors import EngineError, OverloadedError, RequestError
 from octavo.sampling_params import JSON_FORM, StructuredOutput
 from octavo.text.tokenizer import Tokenizer
 
@@ -35,6 +36,8 @@ MAX_KEPT: Final = 32
 """Compiled grammars, and refusals, that are remembered; a large one takes some 40 MB."""
 MAX_KEPT_CHARS: Final = 524_288
 """How long their texts may be together."""
+MAX_PENDING: Final = 128
+"""Grammars that may wait to be compiled; one takes a few milliseconds, at worst two seconds."""
 
 _STACK_BYTES = 16 * 2**20
 _MAX_MASK_THREADS = 16
@@ -105,7 +108,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        self._compiled: OrderedDict[StructuredOutput, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutput, Future[Grammar]] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._library: Future[_Library] | None = None
         self._is_closed = False
@@ -113,27 +116,46 @@ class GrammarCompiler:
     def compile(self, output: StructuredOutput) -> Grammar:
         """The grammar at its beginning; waits for its compilation, unless `start` was called well before.
 
-        Raises RequestError when it cannot be used; the message says why.
+        Raises RequestError when it cannot be used; the message says why. EngineError when that could not be
+        found out; the next call tries again.
         """
-        matcher = self.start(output).result()
-        assert self._library is not None
-        return Grammar(self._library.result(), matcher.deep_copy())
+        return self.start(output).result().fork()
 
-    def start(self, output: StructuredOutput) -> Future[LLMatcher]:
-        """Have it compiled; `compile` waits no longer once the future is done."""
+    def start(self, output: StructuredOutput) -> Future[Grammar]:
+        """Have it compiled. The result is the grammar at its beginning, to `fork`, or what `compile` raises.
+
+        Raises OverloadedError when too many wait already.
+        """
         known = self._compiled.get(output)
-        if known is not None:
+        if known is not None and not _has_broken(known):
             self._compiled.move_to_end(output)
             return known
         self.prepare()
         assert self._pool is not None
-        future = self._compiled[output] = self._pool.submit(self._compile, output)
+        num_pending = sum(not compiled.done() for compiled in self._compiled.values())
+        if num_pending >= MAX_PENDING:
+            raise OverloadedError(
+                f"{num_pending} grammars wait to be compiled, as many as may; try again later"
+            )
+        job = [output]
+        future = self._pool.submit(self._compile, job)
+        # One that is given up stays in the pool's queue until its turn comes, but not with its text.
+        future.add_done_callback(lambda _: job.clear())
+        self._compiled[output] = future
+        self._compiled.move_to_end(output)
         self._forget_oldest()
         return future
 
+    def give_up(self, output: StructuredOutput) -> None:
+        """Nobody waits for it any more: it is not compiled, unless that has begun."""
+        future = self._compiled.get(output)
+        if future is not None and future.cancel():
+            del self._compiled[output]
+
     def _forget_oldest(self) -> None:
-        num_kept, num_chars = len(self._compiled), sum(map(_num_chars, self._compiled))
-        for oldest in [kept for kept, compiled in self._compiled.items() if compiled.done()]:
+        done = [kept for kept, compiled in self._compiled.items() if compiled.done()]
+        num_kept, num_chars = len(done), sum(map(_num_chars, done))
+        for oldest in done:
             if num_kept <= MAX_KEPT and num_chars <= MAX_KEPT_CHARS:
                 break
             del self._compiled[oldest]
@@ -170,12 +192,14 @@ class GrammarCompiler:
 
     def _load(self) -> _Library:
         library = _Library(self._tokenizer, self._vocab_size, self._eos_token_ids)
-        library.trial.start()
+        with contextlib.suppress(EngineError):  # the first grammar will try it again
+            library.trial.start()
         return library
 
-    def _compile(self, output: StructuredOutput) -> LLMatcher:
+    def _compile(self, job: list[StructuredOutput]) -> Grammar:
         assert self._library is not None
-        return self._library.result().compile(output)
+        library = self._library.result()
+        return Grammar(library, library.compile(job[0]))
 
 
 class _Library:
@@ -292,6 +316,11 @@ class _Encoder:
             if spelled(token_ids[start:]) == wanted:
                 return token_ids[start:]
         return self._speller.spell(wanted)
+
+
+def _has_broken(future: Future[Grammar]) -> bool:
+    """Whether it failed for a reason that is not the grammar's."""
+    return future.done() and not isinstance(future.exception(), RequestError | None)
 
 
 def _num_chars(output: StructuredOutput) -> int:

@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any, Final
 
 from octavo.engine import grammar_check
+from octavo.errors import EngineError
 
 CPU_S: Final = 2.0
 """Processor time that a grammar may take to compile and to find its first tokens."""
@@ -72,9 +73,11 @@ class GrammarTrial:
         self._is_closed = False
 
     def error_of(self, grammar: str) -> str | None:
-        """Why the grammar cannot be used, or None when it can."""
-        if (problem := self.start()) is not None:
-            return problem
+        """Why the grammar cannot be used, or None when it can.
+
+        Raises EngineError when that could not be found out, which is no fault of the grammar.
+        """
+        self.start()
         was_fresh, self._is_fresh = self._is_fresh, False
         answer = self._ask({"grammar": grammar})
         if answer is not None:
@@ -84,7 +87,7 @@ class GrammarTrial:
         if status == -signal.SIGPROF:
             return f"it takes more than {self._cpu_s:g} s to compile; make it simpler"
         if status is None:
-            return "compiling it was given up; make it simpler, or try again"
+            raise EngineError(f"structured_output: compiling took longer than {WALL_S:g} s; try again")
         if not was_fresh:  # what others left behind may have taken the memory
             return self.error_of(grammar)
         return "it is nested too deeply, or takes too much memory; make it simpler"
@@ -94,23 +97,26 @@ class GrammarTrial:
         self._is_closed = True
         self._end()
 
-    def start(self) -> str | None:
-        """Start the process if there is none; returns why it does not."""
+    def start(self) -> None:
+        """Start the process if there is none. Raises EngineError when it does not start."""
         if self._process is not None:
-            return None
+            return
         self._is_fresh = True
-        with self._lock:
-            if not self._is_closed:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                )
+        why = ""
+        try:
+            with self._lock:
+                if not self._is_closed:
+                    self._process = subprocess.Popen(
+                        self._command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                    )
+        except OSError as error:  # no memory, or too many processes or files
+            why = f": {error}"
         if self._ask(self._hello) is None:
             self._end()
-            return "the process that tries grammars does not start"
-        return None
+            raise EngineError(f"structured_output: the process that tries grammars does not start{why}")
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """The answer; None when the process ended or was silent for too long."""

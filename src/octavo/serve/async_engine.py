@@ -4,8 +4,8 @@ States::
 
     loading --> ready --> draining          drain() was called: what runs may end, nothing new is taken
                   ^  |
-                  |  +--> stuck             there is work and no step ended for `stuck_s`; what ran has failed
-                  +---------+               ... until a step ends after all
+                  |  +--> stuck             there is work and silence for `stuck_s`; what ran has failed
+                  +---------+               ... until it is heard of after all
     any state --> dead                      the process has gone; it is not started again
 
 Everything here runs on the event loop's thread and returns at once; nothing imports torch.
@@ -54,6 +54,8 @@ INLINE_CHARACTERS: Final = 2_000
 _CHARACTERS_PER_TOKEN: Final = 4
 _MAX_THREADS: Final = 2
 _MAX_RETRY_AFTER_S: Final = 60.0
+_REASONS: Final = {"RequestError": "invalid", "CapacityError": "capacity", "OverloadedError": "overloaded"}
+"""What a refusal counts as; what is not here is no fault of the request."""
 
 
 class AsyncEngine:
@@ -66,6 +68,8 @@ class AsyncEngine:
         self._state: State = "loading"
         self._model: ModelCard | None = None
         self._tokenizer: Tokenizer | None = None
+        self._has_text = False
+        """Whether the tokenizer is loaded, or known not to exist."""
         self._death: Exception | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._ready.add_done_callback(
@@ -78,7 +82,9 @@ class AsyncEngine:
         self._num_texts = 0
         self._num_text_tokens = 0
         self._wait_s = 1.0
-        self._last_step_s = 0.0
+        self._heard_s = 0.0
+        self._is_deaf = True
+        """Whether the process would not read what it is told: it loads or hangs."""
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
         self._watchers: list[Watcher] = []
@@ -102,7 +108,6 @@ class AsyncEngine:
         self._link = link
         loading = self._loop.run_in_executor(self._threads, load_text)
         loading.add_done_callback(self._got_tokenizer)
-        self._text_loading = loading
 
     # What everybody may ask
 
@@ -208,7 +213,7 @@ class AsyncEngine:
         self.check_room(1, num_tokens)
         generation = Generation(request_id, prompt, prompt_token_ids, self._abort)
         if self._num_active == 0:
-            self._last_step_s = self._loop.time()
+            self._heard_s = self._loop.time()
         self._send(Submit(request_id, list(prompt_token_ids), params, priority, cache_salt, stream))
         self._generations[request_id] = generation
         self._num_active += 1
@@ -279,10 +284,8 @@ class AsyncEngine:
         self._fail_all(EngineError("the server is shutting down"))
         if self._link is not None:
             link, self._link = self._link, None
-            # A process that loads or hangs does not read what it is told.
-            is_patient = self._model is not None and self._state != "stuck"
             self._die(EngineError("the engine is closed"), is_told=False)
-            await link.close(is_patient=is_patient)
+            await link.close(is_patient=not self._is_deaf)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # From the engine process
@@ -291,12 +294,15 @@ class AsyncEngine:
         """A message of the engine process."""
         match message:
             case News():
+                self._heard()
                 self._got_news(message)
             case Accepted():
+                self._heard()
                 for request_id in message.request_ids:
                     if (generation := self._generations.get(request_id)) is not None:
                         generation.accept()
             case Refused():
+                self._heard()
                 self._got_refusal(message)
             case Observed():
                 for watcher in self._watchers:
@@ -305,6 +311,7 @@ class AsyncEngine:
                 self._listener.stage(message)
             case Ready():
                 self._model = message.model
+                self._is_deaf = False
                 self._become_ready()
             case Died():
                 self._die(_error(message.kind, message.message))
@@ -313,14 +320,18 @@ class AsyncEngine:
         """The engine process has gone."""
         self._die(EngineError(why))
 
-    def _got_news(self, news: News) -> None:
-        self._last_step_s = self._loop.time()
+    def _heard(self) -> None:
+        """The process turns its loop: it speaks between its steps, and while there is none to make."""
+        self._heard_s = self._loop.time()
+        self._is_deaf = False
         if self._state == "stuck":
             self._set_state("ready")
+
+    def _got_news(self, news: News) -> None:
         for request_id in news.started:
             if (generation := self._generations.get(request_id)) is not None:
                 self._leave_queue(generation)
-                self._wait_s = self._last_step_s - generation.submitted_s
+                self._wait_s = self._heard_s - generation.submitted_s
         for item in news.items:
             generation = self._generations.get(item.request_id)
             if generation is None:
@@ -341,8 +352,7 @@ class AsyncEngine:
         generation = self._generations.pop(message.request_id, None)
         if generation is not None:
             self._end(generation)
-            reason = "capacity" if message.kind == "CapacityError" else "invalid"
-            self._listener.refused(reason, message.request_id)
+            self._listener.refused(_REASONS.get(message.kind, "error"), message.request_id)
             generation.fail(_error(message.kind, message.message))
 
     def _got_tokenizer(self, loading: asyncio.Future[Tokenizer | None]) -> None:
@@ -351,11 +361,11 @@ class AsyncEngine:
         if (error := loading.exception()) is not None:
             self._die(error if isinstance(error, Exception) else EngineError(str(error)))
             return
-        self._tokenizer = loading.result()
+        self._tokenizer, self._has_text = loading.result(), True
         self._become_ready()
 
     def _become_ready(self) -> None:
-        if self._state == "loading" and self._model is not None and self._text_loading.done():
+        if self._state == "loading" and self._model is not None and self._has_text:
             self._set_state("ready")
             self._ready.set_result(None)
 
@@ -421,8 +431,9 @@ class AsyncEngine:
     def _check_progress(self) -> None:
         self._checking = self._loop.call_later(self._check_period_s, self._check_progress)
         if self._num_active and self._state in ("ready", "draining"):
-            silent_s = self._loop.time() - self._last_step_s
+            silent_s = self._loop.time() - self._heard_s
             if silent_s > self.settings.stuck_s:
+                self._is_deaf = True
                 if self._state == "ready":
                     self._set_state("stuck")
                 self._fail_all(EngineError(f"the engine has made no step for {silent_s:.0f} s"))

@@ -41,8 +41,12 @@ class _Frames:
         return messages
 
 
+class FrontGone(EOFError):
+    """The front process has gone, and whoever hears it may go, too."""
+
+
 class EngineChannel:
-    """The engine process's end."""
+    """The engine process's end. Both ways raise FrontGone, and no other error of the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -52,20 +56,23 @@ class EngineChannel:
         self._selector.register(sock, selectors.EVENT_READ)
 
     def send(self, message: ToFront) -> None:
-        """Raises BrokenPipeError or ConnectionResetError when the front has gone."""
+        """May block; see above."""
         data = encode(message)
-        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            raise FrontGone(str(error)) from error
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
-        """Everything that has arrived; waits for something up to `timeout_s` (None: for ever, 0: not at all).
-
-        Raises EOFError when the front has gone.
-        """
+        """Everything that has arrived; waits for it up to `timeout_s` (None: for ever, 0: not at all)."""
         messages: list[ToEngine] = []
         while self._selector.select(0 if messages else timeout_s):
-            data = self._socket.recv(_READ_BYTES)
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except OSError as error:
+                raise FrontGone(str(error)) from error
             if not data:
-                raise EOFError("the front process has gone")
+                raise FrontGone("its end of the socket is closed")
             messages += self._frames.feed(data)
             if len(data) < _READ_BYTES and messages:
                 break

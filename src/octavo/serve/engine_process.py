@@ -19,11 +19,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from octavo.config import EngineConfig
-from octavo.errors import CapacityError, EngineError, OctavoError, RequestError
-from octavo.serve.channel import EngineChannel
+from octavo.errors import EngineError, OctavoError
+from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.serve.channel import EngineChannel, FrontGone
 from octavo.serve.messages import (
     Abort,
     Accepted,
@@ -43,15 +44,21 @@ from octavo.serve.messages import (
 
 if TYPE_CHECKING:
     from octavo.engine.core import Engine
+    from octavo.engine.grammar import Grammar
     from octavo.engine.request import Request
+    from octavo.engine.stats import EngineStats
     from octavo.serve.process import Build
 
 logger = logging.getLogger("octavo.serve")
 
 OBSERVED_PERIOD_S: Final = 0.1
-"""The page is told at most this often."""
+"""The page is told at most this often, ..."""
+OBSERVED_SHARE: Final = 0.1
+"""... and telling it takes at most about this share of the time."""
 COMPILING_PERIOD_S: Final = 0.005
 """How often an idle loop looks whether a grammar is compiled."""
+HEARTBEAT_S: Final = 0.25
+"""How often the front hears that the loop turns while it has nothing else to tell."""
 
 
 def main(sock: socket.socket, build: Build, config: EngineConfig) -> None:
@@ -70,12 +77,12 @@ def main(sock: socket.socket, build: Build, config: EngineConfig) -> None:
             EngineLoop(engine, channel).run()
         except OctavoError as error:
             channel.send(Died(str(error), type(error).__name__))
-        except OSError:
+        except FrontGone:
             raise
-        except Exception as error:
+        except Exception as error:  # files that cannot be read or end too early are among these
             logger.exception("the engine process fails")
             channel.send(Died(f"{type(error).__name__}: {error}"))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+    except FrontGone:
         logger.debug("the front has gone")
     finally:
         channel.close()
@@ -122,6 +129,14 @@ def load(config: EngineConfig, tell: Callable[[Stage], None]) -> tuple[Engine, M
     return engine, card
 
 
+class _Compiling(NamedTuple):
+    """A submission whose grammar is being compiled, beside the loop."""
+
+    submit: Submit
+    grammar: Future[Grammar]
+    began_s: float
+
+
 class EngineLoop:
     """Takes messages between steps, steps while there is work, sends one `News` a step."""
 
@@ -135,17 +150,17 @@ class EngineLoop:
         self._is_full_due = False
         self._is_observation_due = False
         self._unstarted: dict[str, Request] = {}
-        # Submissions whose grammar is being compiled, beside the loop.
-        self._compiling: dict[str, tuple[Submit, Future[Any]]] = {}
+        self._compiling: dict[str, _Compiling] = {}
+        self._told_s = 0.0
         self._num_tokens = 0
         self._is_stopping = False
 
     def run(self) -> None:
-        """Until `Stop`. Raises EOFError when the front has gone."""
+        """Until `Stop`. Raises FrontGone when the front has gone."""
         engine = self._engine
         while not self._is_stopping:
             messages = self._channel.receive(self._patience_s())
-            ended = self._take(self._compiled() + messages)
+            ended = self._take(messages)
             if engine.has_work:
                 began = time.perf_counter()
                 changed = engine.step()
@@ -154,6 +169,8 @@ class EngineLoop:
                     _check_device(engine.config.device)
             elif ended:
                 self._tell(ended, 0.0)
+            elif self._compiling and time.perf_counter() - self._told_s >= HEARTBEAT_S:
+                self._send_news([])
             self._observe()
         engine.close()
 
@@ -171,44 +188,56 @@ class EngineLoop:
         """Carries the messages out; returns the requests that an abort ended."""
         accepted: list[str] = []
         ended: list[Request] = []
+        for request_id in [one for one, waiting in self._compiling.items() if waiting.grammar.done()]:
+            waiting = self._compiling.pop(request_id)
+            if self._submit(waiting.submit, waiting.grammar):
+                accepted.append(request_id)
         for message in messages:
             match message:
                 case Submit():
                     if self._submit(message):
                         accepted.append(message.request_id)
                 case Abort():
-                    if self._compiling.pop(message.request_id, None) is not None:
-                        self._channel.send(Refused(message.request_id, "EngineError", "it was aborted"))
+                    self._abort_compiling(message.request_id)
                     request = self._engine.requests.get(message.request_id)
                     if request is not None:
                         self._engine.abort(message.request_id)
                         ended.append(request)
                 case Watch():
+                    self._is_full_due = self._is_observation_due = message.is_on
                     if message.is_on:
                         self._observer.start()
-                        self._is_full_due = self._is_observation_due = True
-                        self._next_observed_s = 0.0
                     else:
                         self._observer.stop()
-                        self._is_observation_due = False
                 case Stop():
                     self._is_stopping = True
         if accepted:
             self._channel.send(Accepted(tuple(accepted)))
         return ended
 
-    def _compiled(self) -> list[ToEngine]:
-        """The submissions that waited for a grammar and need not any longer."""
-        done = [request_id for request_id, (_, future) in self._compiling.items() if future.done()]
-        return [self._compiling.pop(request_id)[0] for request_id in done]
+    def _abort_compiling(self, request_id: str) -> None:
+        waiting = self._compiling.pop(request_id, None)
+        if waiting is None:
+            return
+        if all(other.grammar is not waiting.grammar for other in self._compiling.values()):
+            assert waiting.submit.params.structured_output is not None
+            self._engine.grammars.give_up(waiting.submit.params.structured_output)
+        choices = [CompletionOutput(i, "", [], "abort") for i in range(waiting.submit.params.n)]
+        metrics = RequestMetrics(None, None, None, time.perf_counter() - waiting.began_s, 0)
+        self._send_news([Item(request_id, [], RequestOutput(request_id, None, [], choices, 0, metrics))])
 
-    def _submit(self, message: Submit) -> bool:
-        """Whether the engine has taken it; if not, it was refused, or its grammar is being compiled."""
+    def _submit(self, message: Submit, grammar: Future[Grammar] | None = None) -> bool:
+        """Whether the engine has taken it; if not, it was refused, or its grammar is being compiled.
+
+        grammar: it was compiled in the meantime.
+        """
         try:
-            if (wanted := message.params.structured_output) is not None:
-                future = self._engine.grammars.start(wanted)
-                if not future.done():
-                    self._compiling[message.request_id] = (message, future)
+            wanted = message.params.structured_output
+            if wanted is not None and grammar is None:
+                grammar = self._engine.grammars.start(wanted)
+                if not grammar.done():
+                    now = time.perf_counter()
+                    self._compiling[message.request_id] = _Compiling(message, grammar, now)
                     return False
             request = self._engine.add_request(
                 message.prompt_token_ids,
@@ -217,8 +246,9 @@ class EngineLoop:
                 priority=message.priority,
                 cache_salt=message.cache_salt,
                 stream=message.stream,
+                grammar=None if grammar is None else grammar.result(),
             )
-        except (RequestError, CapacityError) as error:
+        except OctavoError as error:
             self._channel.send(Refused(message.request_id, type(error).__name__, str(error)))
             return False
         except Exception as error:
@@ -247,20 +277,33 @@ class EngineLoop:
         )
         for request_id in started:
             del self._unstarted[request_id]
-        stats = self._engine.stats()
-        num_tokens = stats.num_prompt_tokens + stats.num_output_tokens
-        self._channel.send(News(items, stats, step_s, num_tokens - self._num_tokens, started))
+        before = self._num_tokens
+        stats = self._send_news(items, step_s, started)
         if self._observer.is_on:
-            self._observer.note_step(stats, step_s, num_tokens - self._num_tokens)
+            self._observer.note_step(stats, step_s, self._num_tokens - before)
             self._is_observation_due = True
-        self._num_tokens = num_tokens
+
+    def _send_news(
+        self, items: list[Item], step_s: float = 0.0, started: tuple[str, ...] = ()
+    ) -> EngineStats:
+        stats = self._engine.stats()
+        before, self._num_tokens = self._num_tokens, stats.num_prompt_tokens + stats.num_output_tokens
+        self._channel.send(News(items, stats, step_s, self._num_tokens - before, started))
+        self._told_s = time.perf_counter()
+        return stats
 
     def _observe(self) -> None:
+        """A change for those who watched already, and for who has just begun (or lags) all there is."""
         now = time.perf_counter()
-        if self._is_observation_due and now >= self._next_observed_s:
-            self._channel.send(Observed(self._observer.payload(), self._is_full_due))
-            self._is_full_due = self._is_observation_due = False
-            self._next_observed_s = now + OBSERVED_PERIOD_S
+        if not self._is_observation_due or now < self._next_observed_s:
+            return
+        is_first = self._observer.is_first
+        self._channel.send(Observed(self._observer.payload(), is_first))
+        if self._is_full_due and not is_first:
+            self._channel.send(Observed(self._observer.snapshot(), True))
+        self._is_full_due = self._is_observation_due = False
+        took_s = time.perf_counter() - now
+        self._next_observed_s = now + max(OBSERVED_PERIOD_S, took_s / OBSERVED_SHARE)
 
 
 def freeze_what_is_loaded() -> None:

@@ -65,17 +65,17 @@ class Observer:
         self._steps: list[int] = []
         self._rows: dict[int, _Row] = {}
         self._num_payloads = 0
-        self._is_full_due = True
         self.is_on = False
+        self.is_first = True
+        """Whether the next payload holds everything, there being none before it."""
 
     def start(self) -> None:
-        """Somebody began to watch: the next payload holds everything, also for those who watched already."""
-        self.is_on = self._is_full_due = True
-        self._steps.clear()
+        """Somebody began to watch; nothing changes for those who do already."""
+        self.is_on = True
 
     def stop(self) -> None:
         """Nobody watches any more."""
-        self.is_on = False
+        self.is_on, self.is_first = False, True
         self._cache.record_changes(False)
         self._rows.clear()
         self._steps.clear()
@@ -95,40 +95,54 @@ class Observer:
 
     def payload(self) -> bytes:
         """What changed since the last payload, as the JSON object described above, in ASCII."""
-        stats = self._engine.stats()
-        message: dict[str, Any] = {
-            "seq": self._num_payloads,
-            "time_s": round(self._clock(), 4),
-            "stats": asdict(stats),
-        }
-        self._stats = stats
         changes = self._cache.take_changes()
-        if self._is_full_due:
-            message["full"] = {
-                "num_blocks": self._cache.num_blocks,
-                "block_size": self._cache.block_size,
-                "max_num_rows": self._scheduler.max_num_rows,
-                "max_model_len": self._scheduler.max_model_len,
-                "max_num_batched_tokens": self._scheduler.max_num_batched_tokens,
-            }
-            self._rows.clear()
+        if self.is_first:
             self._cache.record_changes(True)
-            owners = self._cache.num_owners_of(range(self._cache.num_blocks))
-            message["blocks"] = [n for pair in enumerate(owners) if pair[1] for n in pair]
+            message = self._everything(self._rows)
         else:
             touched = sorted(changes.touched)
             owners = self._cache.num_owners_of(touched)
-            message["blocks"] = [n for pair in zip(touched, owners, strict=True) for n in pair]
-            message["evicted"] = changes.evicted
-        self._add_rows(message)
-        message["steps"] = self._steps
-        self._steps = []
-        self._is_full_due = False
+            message = self._message() | {
+                "blocks": [n for pair in zip(touched, owners, strict=True) for n in pair],
+                "evicted": changes.evicted,
+                **self._rows_since(self._rows),
+            }
+        message["steps"], self._steps = self._steps, []
+        self._stats = self._engine.stats()
+        self.is_first = False
         self._num_payloads += 1
-        return json.dumps(message, separators=(",", ":")).encode("ascii")
+        return _as_json(message)
 
-    def _add_rows(self, message: dict[str, Any]) -> None:
-        look, rows = self._num_payloads, self._rows
+    def snapshot(self) -> bytes:
+        """Everything that the payloads have told, for a reader to begin with and go on with the next payload.
+
+        Call it right after `payload`, whose `seq` it has.
+        """
+        assert not self.is_first
+        return _as_json(self._everything({}) | {"seq": self._num_payloads - 1, "steps": []})
+
+    def _message(self) -> dict[str, Any]:
+        return {
+            "seq": self._num_payloads,
+            "time_s": round(self._clock(), 4),
+            "stats": asdict(self._engine.stats()),
+        }
+
+    def _everything(self, rows: dict[int, _Row]) -> dict[str, Any]:
+        owners = self._cache.num_owners_of(range(self._cache.num_blocks))
+        full = {
+            "num_blocks": self._cache.num_blocks,
+            "block_size": self._cache.block_size,
+            "max_num_rows": self._scheduler.max_num_rows,
+            "max_model_len": self._scheduler.max_model_len,
+            "max_num_batched_tokens": self._scheduler.max_num_batched_tokens,
+        }
+        blocks = [n for pair in enumerate(owners) if pair[1] for n in pair]
+        return self._message() | {"full": full, "blocks": blocks, **self._rows_since(rows)}
+
+    def _rows_since(self, rows: dict[int, _Row]) -> dict[str, Any]:
+        """How the rows differ from `rows`, which is brought up to date."""
+        look = self._num_payloads
         new: list[tuple[int, str, int, int, int]] = []
         facts_of_rows: list[int] = []
         tables: list[tuple[int, int, list[int]]] = []
@@ -161,13 +175,17 @@ class Observer:
         gone = [seq_id for seq_id, row in rows.items() if row.look != look]
         for seq_id in gone:
             del rows[seq_id]
-        message |= {
+        return {
             "new": new,
             "rows": facts_of_rows,
             "tables": tables,
             "gone": gone,
             "preempted": preempted,
         }
+
+
+def _as_json(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode("ascii")
 
 
 def _num_equal(old: list[int], new: list[int]) -> int:

@@ -72,6 +72,9 @@ class EngineProcess:
         except TimeoutError:
             self._process.kill()
         self._channel.close()
+        # It may hang while it exits, too: in its GPU's library, or in a thread of its own.
+        await asyncio.to_thread(self._process.join, EXIT_S)
+        self._process.kill()
         await asyncio.to_thread(self._process.join)
         atexit.unregister(self._process.kill)
 

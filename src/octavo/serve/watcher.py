@@ -26,11 +26,10 @@ class Watcher:
         self._is_over = False
 
     def put(self, observed: Observed) -> None:
-        if observed.is_full:
-            self._payloads.clear()
-            self._needs_full = False
-        if self._needs_full:
+        # A full one is made for who begins or lags; for all others the changes go on.
+        if observed.is_full != self._needs_full:
             return
+        self._needs_full = False
         if len(self._payloads) == _MAX_UNREAD_PAYLOADS:
             self._payloads.clear()
             self._needs_full = True
