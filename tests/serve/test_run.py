@@ -1,11 +1,15 @@
 """Listening: addresses that cannot be had, and connections that are opened and never used."""
 
 import asyncio
+import contextlib
 
 import pytest
 from helpers.serve import run
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.errors import ConfigError
+from octavo.serve import run as serving
 from octavo.serve.run import _is_local, _Uvicorn, _uvicorn_config, listen
 from octavo.serve.settings import ServeSettings
 
@@ -30,21 +34,140 @@ async def hello(scope, receive, send):
     await send({"type": "http.response.body", "body": b"hello"})
 
 
-def test_a_connection_that_asks_nothing_is_closed_and_a_slow_answer_is_not():
+@contextlib.asynccontextmanager
+async def listening(app, protocol, monkeypatch, **options):
+    """Where the application is served, over one of the two protocols that uvicorn has."""
+    monkeypatch.setattr(serving, "AutoHTTPProtocol", protocol)
+    settings = ServeSettings(port=0, **options)
+    with listen(settings) as listener:
+        server = _Uvicorn(_uvicorn_config(app, settings))
+        running = asyncio.create_task(server.serve([listener]))
+        try:
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            await running
+
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+both_protocols = pytest.mark.parametrize("protocol", [H11Protocol, HttpToolsProtocol])
+
+
+@both_protocols
+def test_a_connection_that_asks_nothing_is_closed_and_a_slow_answer_is_not(protocol, monkeypatch):
     async def test():
-        settings = ServeSettings(port=0, idle_connection_s=0.1)
-        with listen(settings) as listener:
-            server = _Uvicorn(_uvicorn_config(hello, settings))
-            serving = asyncio.create_task(server.serve([listener]))
-            address = listener.getsockname()
+        async with listening(hello, protocol, monkeypatch, idle_connection_s=0.1) as address:
             silent, silent_writer = await asyncio.open_connection(*address)
             asking, asking_writer = await asyncio.open_connection(*address)
-            asking_writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            asking_writer.write(GET + b"Connection: close\r\n\r\n")
             assert (await asking.read()).endswith(b"hello\r\n0\r\n\r\n")
             assert await silent.read() == b""
             for writer in (silent_writer, asking_writer):
                 writer.close()
-            server.should_exit = True
-            await serving
+
+    run(test())
+
+
+@both_protocols
+@pytest.mark.parametrize("more", [b"", b"G", GET])
+def test_a_connection_that_asks_only_half_of_its_next_question_is_closed(protocol, more, monkeypatch):
+    async def test():
+        async with listening(hello, protocol, monkeypatch, idle_connection_s=0.5) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            for _ in range(2):
+                writer.write(GET + b"\r\n")
+                assert await reader.readuntil(b"0\r\n\r\n")
+            writer.write(more)
+            async with asyncio.timeout(5):
+                assert await reader.read() == b""
+            writer.close()
+
+    run(test())
+
+
+@both_protocols
+@pytest.mark.parametrize("more", [b"", b"\r\n", b"G", GET + b"\r\n", 3 * (GET + b"\r\n")])
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_who_leaves_after_sending_more_than_its_request_is_noticed(protocol, more, is_at_once, monkeypatch):
+    async def test():
+        begun, gone = asyncio.Event(), asyncio.Event()
+
+        async def app(scope, receive, send):
+            begun.set()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+
+        async with listening(app, protocol, monkeypatch) as address:
+            _, writer = await asyncio.open_connection(*address)
+            writer.write(GET + b"\r\n" + (more if is_at_once else b""))
+            await begun.wait()
+            if not is_at_once:
+                writer.write(more)
+            await asyncio.sleep(0.05)
+            writer.close()
+            async with asyncio.timeout(5):
+                await gone.wait()
+
+    run(test())
+
+
+@both_protocols
+def test_requests_sent_one_after_the_other_are_all_answered(protocol, monkeypatch):
+    async def test():
+        async with listening(hello, protocol, monkeypatch) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(GET + b"\r\n" + GET + b"\r\n")
+            await asyncio.sleep(0.1)
+            writer.write(GET + b"Connection: close\r\n\r\n")
+            async with asyncio.timeout(5):
+                assert (await reader.read()).count(b"hello") == 3
+            writer.close()
+
+    run(test())
+
+
+@both_protocols
+@pytest.mark.parametrize("before", [b"", GET + b"\r\n"], ids=["head", "pipelined"])
+def test_what_comes_without_end_is_cut_off(protocol, before, monkeypatch):
+    async def test():
+        async with listening(hello, protocol, monkeypatch) as address:
+            _, writer = await asyncio.open_connection(*address)
+            writer.write(before)
+            await asyncio.sleep(0.05)
+            writer.write(GET)
+            async with asyncio.timeout(5):
+                with contextlib.suppress(ConnectionError):
+                    for _ in range(100):
+                        writer.write(b"X: " + b"x" * 10_000 + b"\r\n")
+                        await writer.drain()
+                        await asyncio.sleep(0.002)
+                    pytest.fail("a megabyte was taken")
+            writer.transport.abort()
+
+    run(test())
+
+
+@both_protocols
+def test_a_large_body_is_no_more_than_its_request(protocol, monkeypatch):
+    async def app(scope, receive, send):
+        await asyncio.sleep(0.1)
+        size, has_more = 0, True
+        while has_more:
+            message = await receive()
+            size, has_more = size + len(message["body"]), message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(size).encode()})
+
+    async def test():
+        async with listening(app, protocol, monkeypatch) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            for _ in range(2):
+                writer.write(
+                    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1_000_000
+                )
+                async with asyncio.timeout(10):
+                    assert (await reader.readuntil(b"\r\n0\r\n\r\n")).endswith(b"1000000\r\n0\r\n\r\n")
+            writer.close()
 
     run(test())

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from typing import Any, Final
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -38,6 +40,8 @@ logger = logging.getLogger("octavo.serve")
 _BACKLOG: Final = 2048
 _LAST_WORDS_S: Final = 5.0
 """What answers that have ended may take to reach their clients."""
+_MAX_EARLY_BYTES: Final = 2**16
+"""What may come while a request is being answered, and how long the head of one may be."""
 
 
 def serve(config: EngineConfig, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
@@ -157,26 +161,82 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class _Protocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]  # one of two classes, by what is installed
-    """Closes connections that are opened and never used; uvicorn itself only counts from the first answer."""
+class _Listening(asyncio.Protocol):
+    """What is changed in either of uvicorn's protocols: a connection that sends no whole head of a request in
+    time is closed, and while it is answered it is listened to.
+
+    uvicorn itself counts the time only from an answer to the next byte. When more than one request was sent,
+    it stops to read and so to notice that the client has gone, or tells only the last request of it.
+    """
 
     idle_connection_s = 30.0
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    flow: FlowControl
+    cycle: Any
+    _answered: Any = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._silence = self.loop.call_later(self.idle_connection_s, self._close_if_unused)
+        self._num_early_bytes = 0
+        self._silence = self._wait_for_head()
 
-    def _close_if_unused(self) -> None:
-        if self.cycle is None:
-            self.transport.abort()
+    def data_received(self, data: bytes) -> None:
+        was_answering = self._is_answering()
+        if not was_answering or self._has_whole_request():
+            self._num_early_bytes += len(data)
+        super().data_received(data)
+        if not was_answering and self._is_answering():
+            self._num_early_bytes = 0
+        self._listen_on()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # type: ignore[misc]
+        if not self.transport.is_closing():
+            self._silence.cancel()
+            self._silence = self._wait_for_head()
+            if not self._is_answering():
+                self._num_early_bytes = 0
+        self._listen_on()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:  # of the protocol with httptools only
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[misc]
 
     def connection_lost(self, error: Exception | None) -> None:
         self._silence.cancel()
         super().connection_lost(error)
+        if self._answered is not None and self._answered is not self.cycle:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+    def _wait_for_head(self) -> asyncio.TimerHandle:
+        return self.loop.call_later(self.idle_connection_s, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if not self._is_answering():
+            self.transport.close()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _has_whole_request(self) -> bool:
+        """A request is being answered, and all of its body is here."""
+        return self._is_answering() and (not self.cycle.more_body or bool(getattr(self, "pipeline", ())))
+
+    def _listen_on(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self._num_early_bytes > _MAX_EARLY_BYTES:
+            self.transport.abort()
+        elif self._has_whole_request():
+            self.flow.resume_reading()
 
 
 def _uvicorn_config(app: Any, settings: ServeSettings) -> uvicorn.Config:
-    protocol = type("_Protocol", (_Protocol,), {"idle_connection_s": settings.idle_connection_s})
+    protocol = type(
+        "_Protocol", (_Listening, AutoHTTPProtocol), {"idle_connection_s": settings.idle_connection_s}
+    )
     return uvicorn.Config(
         app,
         http=protocol,
@@ -186,7 +246,7 @@ def _uvicorn_config(app: Any, settings: ServeSettings) -> uvicorn.Config:
         access_log=False,
         backlog=_BACKLOG,
         server_header=False,
-        timeout_keep_alive=max(1, int(settings.idle_connection_s)),
+        timeout_keep_alive=math.ceil(settings.idle_connection_s) + 1,  # ours comes first
         timeout_graceful_shutdown=max(1, int(_LAST_WORDS_S)),
     )
 
