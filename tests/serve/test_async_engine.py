@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from helpers.serve import CARD, STATS, Answer, NullListener, eventually, run, scripted_engine
@@ -14,7 +15,7 @@ from octavo.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from octavo.sampling_params import SamplingParams
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.messages import Died, Item, News, Observed, Ready, Stage
@@ -62,6 +63,50 @@ def test_a_result_needs_no_stream():
         engine, _ = await scripted_engine(Answer(["ab", "c"]))
         output = await submit(engine).result()
         assert (output.text, output.token_ids, output.prompt_token_ids) == ("abc", [0, 1, 2], [0, 1])
+        await engine.close()
+
+    run(test())
+
+
+def test_log_probabilities_of_a_whole_answer_come_piece_by_piece():
+    async def test():
+        listener = NullListener()
+        engine, link = await scripted_engine(Answer([], gate=asyncio.Event()), listener=listener)
+        params = SamplingParams(max_tokens=5, logprobs=1, n=2)
+        generation = engine.submit([0], params, request_id="a")
+        left = engine.submit([0], params, request_id="left")
+        await left.accepted()
+        assert [one.stream for one in link.submitted] == [True, True]
+
+        def entry(token):
+            return {token: Logprob(-token / 4, 1)}
+
+        link.tell("left", [StreamChunk(0, "x", [1], logprobs=[entry(1)])])
+        left.abort()
+        link.tell("a", [StreamChunk(0, "x", [1], logprobs=[entry(1)]), StreamChunk(1, "", [9])])
+        outputs = [CompletionOutput(0, "xyz", [1, 2, 3], "stop"), CompletionOutput(1, "", [9], "stop")]
+        output = RequestOutput("a", None, [], outputs, 0, RequestMetrics(None, None, None, 0.1, 0))
+        link.tell("a", [StreamChunk(0, "yz", [2, 3], logprobs=[entry(2), entry(3)])], output)
+        assert await generation.result() is output
+        assert [one.logprobs for one in outputs] == [[entry(1), entry(2), entry(3)], None]
+        assert engine._logprobs == {}
+        steps = [news for name, news in listener.heard if name == "step"]
+        assert all(item.chunks == [] for news in steps for item in news.items if item.request_id == "a")
+        await engine.close()
+
+    run(test())
+
+
+def test_more_log_probabilities_of_a_prompt_than_fit_between_two_steps_are_refused():
+    async def test():
+        card = replace(CARD, max_model_len=20_000)
+        engine, link = await scripted_engine(held(asyncio.Event()), card=card)
+        params = SamplingParams(prompt_logprobs=20)
+        engine.submit([0] * 5000, params, request_id="fits")
+        with pytest.raises(RequestError, match=r"prompt_logprobs=20 for 5001 tokens is 100,020 .* lower it"):
+            engine.submit([0] * 5001, params, request_id="more")
+        engine.submit([0] * 19_999, SamplingParams(prompt_logprobs=0), request_id="none but its own")
+        assert [one.request_id for one in link.submitted] == ["fits", "none but its own"]
         await engine.close()
 
     run(test())

@@ -112,6 +112,18 @@ def test_a_streamed_request_comes_back_piece_by_piece_in_one_message_a_step(fron
     assert seen[-1].stats.num_owned_blocks == 0
 
 
+def test_log_probabilities_of_a_stream_travel_once(front):
+    front.thread.start()
+    front.send(Submit("a", [1, 2, 3], SamplingParams(max_tokens=3, seed=9, logprobs=1), stream=True))
+    mine = items(front.until("a"), "a")
+    expected = answer([1, 2, 3], 3, 9)
+    told = [logprobs for item in mine for chunk in item.chunks for logprobs in chunk.logprobs]
+    assert [next(iter(one)) for one in told] == expected
+    output = mine[-1].output
+    assert (output.token_ids, output.logprobs) == (expected, None)
+    assert output.outputs[0].cumulative_logprob == -3.0
+
+
 def test_a_request_that_is_not_streamed_is_told_of_once(front):
     front.thread.start()
     front.send(Submit("a", [1, 2, 3], SamplingParams(max_tokens=4, seed=9)))
@@ -237,7 +249,9 @@ def test_the_loop_ends_when_the_front_has_gone():
 
 def whole_output():
     choice = CompletionOutput(0, "ab", [1, 2], "stop", "x", [{1: Logprob(-0.5, 1, "a")}], -0.5)
-    return RequestOutput("a", None, [], [choice], 3, RequestMetrics(0.1, None, 0.2, 1.0, 2), error="no")
+    prompt = [None, {3: Logprob(-2.5, 7, "c"), 4: Logprob(-0.25, 1)}]
+    metrics = RequestMetrics(0.1, None, 0.2, 1.0, 2)
+    return RequestOutput("a", None, [], [choice], 3, metrics, prompt_logprobs=prompt, error="no")
 
 
 def test_news_survive_the_wire():

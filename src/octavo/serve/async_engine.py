@@ -23,6 +23,7 @@ from octavo import errors
 from octavo.config import EngineConfig
 from octavo.errors import EngineError, ModelError, OverloadedError, RequestError, RequestTimeoutError
 from octavo.models.source import resolve_model
+from octavo.outputs import Logprob
 from octavo.sampling_params import SamplingParams
 from octavo.serve.generation import Generation, aborted
 from octavo.serve.listener import EngineListener, Link
@@ -30,6 +31,7 @@ from octavo.serve.messages import (
     Abort,
     Accepted,
     Died,
+    Item,
     ModelCard,
     News,
     Observed,
@@ -54,6 +56,8 @@ INLINE_CHARACTERS: Final = 2_000
 _CHARACTERS_PER_TOKEN: Final = 4
 _MAX_THREADS: Final = 2
 _MAX_RETRY_AFTER_S: Final = 60.0
+MAX_PROMPT_LOGPROBS: Final = 100_000
+"""Log probabilities of a prompt come in one message, made between two steps."""
 _REASONS: Final = {"RequestError": "invalid", "CapacityError": "capacity", "OverloadedError": "overloaded"}
 """What a refusal counts as; what is not here is no fault of the request."""
 
@@ -76,6 +80,8 @@ class AsyncEngine:
             lambda future: future.exception()
         )  # asked for or not, it is not a fault
         self._generations: dict[str, Generation] = {}
+        # Of answers that are not streamed: those of each continuation so far.
+        self._logprobs: dict[str, dict[int, list[dict[int, Logprob]]]] = {}
         self._num_active = 0
         self._num_waiting = 0
         self._num_waiting_tokens = 0
@@ -208,13 +214,24 @@ class AsyncEngine:
                 f"prompt has {num_tokens} tokens; max_model_len={self.model.max_model_len} leaves room for "
                 f"at most {longest} and one new token; shorten it or raise max_model_len"
             )
+        if (width := params.prompt_logprobs) and num_tokens * width > MAX_PROMPT_LOGPROBS:
+            self._listener.refused("invalid")
+            raise RequestError(
+                f"prompt_logprobs={width} for {num_tokens} tokens is {num_tokens * width:,} log "
+                f"probabilities; the limit of a server is {MAX_PROMPT_LOGPROBS:,}; lower it or shorten the "
+                "prompt"
+            )
         if request_id in self._generations:
             raise RequestError(f"request_id {request_id!r} is already running; choose another")
         self.check_room(1, num_tokens)
         generation = Generation(request_id, prompt, prompt_token_ids, self._abort)
         if self._num_active == 0:
             self._heard_s = self._loop.time()
-        self._send(Submit(request_id, list(prompt_token_ids), params, priority, cache_salt, stream))
+        # Log probabilities come piece by piece: those of a whole answer at once would hold all steps up.
+        comes_in_pieces = stream or params.logprobs is not None
+        self._send(Submit(request_id, list(prompt_token_ids), params, priority, cache_salt, comes_in_pieces))
+        if comes_in_pieces and not stream:
+            self._logprobs[request_id] = {}
         self._generations[request_id] = generation
         self._num_active += 1
         self._idle.clear()
@@ -336,6 +353,8 @@ class AsyncEngine:
             generation = self._generations.get(item.request_id)
             if generation is None:
                 continue
+            if (kept := self._logprobs.get(item.request_id)) is not None:
+                _keep_logprobs(kept, item)
             if item.output is not None:
                 item.output.prompt = generation.prompt
                 item.output.prompt_token_ids = list(generation.prompt_token_ids)
@@ -380,6 +399,7 @@ class AsyncEngine:
     def _end(self, generation: Generation) -> None:
         """It no longer counts, whatever the engine still has to say about it. Ending it twice is a no-op."""
         self._leave_queue(generation)
+        self._logprobs.pop(generation.request_id, None)
         if generation.timer is not None:
             generation.timer.cancel()
         if not generation.is_over:
@@ -468,6 +488,15 @@ def _front_tokenizer(config: EngineConfig) -> Tokenizer | None:
         if config.load_format != "dummy":
             raise
         return None
+
+
+def _keep_logprobs(kept: dict[int, list[dict[int, Logprob]]], item: Item) -> None:
+    """Take them out of the item's pieces; its output, when it has one, gets all."""
+    for chunk in item.chunks:
+        kept.setdefault(chunk.index, []).extend(chunk.logprobs or ())
+    item.chunks.clear()  # nobody reads them
+    for one in item.output.outputs if item.output is not None else ():
+        one.logprobs = kept.get(one.index) or None
 
 
 def _error(kind: str, message: str) -> Exception:

@@ -269,6 +269,9 @@ class EngineLoop:
             if output is not None:
                 self._unstarted.pop(request.request_id, None)
                 output.prompt_token_ids = []  # the front has them
+                if request.stream:
+                    for one in output.outputs:
+                        one.logprobs = None  # the pieces held them
             items.append(Item(request.request_id, chunks, output))
         started = tuple(
             request_id

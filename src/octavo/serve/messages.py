@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.outputs import Logprob, RequestOutput, StreamChunk
@@ -115,7 +115,7 @@ class Item:
     """News of one request: the pieces since the last news (streamed requests only), and how it ended.
 
     The last piece carries no `output` of its own here; `Generation` puts it back. `output` holds neither the
-    prompt nor its ids: the front has them.
+    prompt nor its ids, which the front has, nor log probabilities that came with the pieces.
     """
 
     request_id: str
@@ -164,7 +164,7 @@ def encode(message: ToEngine | ToFront) -> bytes:
     # running request and step.
     if isinstance(message, News):
         items = [
-            (item.request_id, [_packed(chunk) for chunk in item.chunks], item.output)
+            (item.request_id, [_packed(chunk) for chunk in item.chunks], *_packed_output(item.output))
             for item in message.items
         ]
         fields = (items, message.stats, message.step_s, message.num_tokens, message.started)
@@ -179,17 +179,16 @@ def decode(data: bytes | bytearray) -> Any:
         return message
     items, *rest = message
     return News(
-        [Item(id_, [_unpacked(chunk) for chunk in chunks], output) for id_, chunks, output in items], *rest
+        [
+            Item(id_, [_unpacked(chunk) for chunk in chunks], _unpacked_output(output, prompt_logprobs))
+            for id_, chunks, output, prompt_logprobs in items
+        ],
+        *rest,
     )
 
 
 def _packed(chunk: StreamChunk) -> tuple[Any, ...]:
-    logprobs: Any = chunk.logprobs
-    if logprobs is not None:
-        logprobs = [
-            {token_id: (entry.logprob, entry.rank, entry.decoded_token) for token_id, entry in one.items()}
-            for one in logprobs
-        ]
+    logprobs = None if chunk.logprobs is None else [_entries(one) for one in chunk.logprobs]
     ended = chunk.finish_reason, chunk.stop_reason, chunk.error
     return chunk.index, chunk.text, chunk.token_ids, logprobs, *ended
 
@@ -197,5 +196,27 @@ def _packed(chunk: StreamChunk) -> tuple[Any, ...]:
 def _unpacked(packed: tuple[Any, ...]) -> StreamChunk:
     index, text, token_ids, logprobs, finish_reason, stop_reason, error = packed
     if logprobs is not None:
-        logprobs = [{token_id: Logprob(*entry) for token_id, entry in one.items()} for one in logprobs]
+        logprobs = [_from_entries(one) for one in logprobs]
     return StreamChunk(index, text, token_ids, finish_reason, stop_reason, logprobs, None, error)
+
+
+def _packed_output(output: RequestOutput | None) -> tuple[Any, Any]:
+    """The output without the log probabilities of its prompt, and those."""
+    if output is None or output.prompt_logprobs is None:
+        return output, None
+    packed = [None if one is None else _entries(one) for one in output.prompt_logprobs]
+    return replace(output, prompt_logprobs=None), packed
+
+
+def _unpacked_output(output: RequestOutput | None, prompt_logprobs: Any) -> RequestOutput | None:
+    if output is not None and prompt_logprobs is not None:
+        output.prompt_logprobs = [None if one is None else _from_entries(one) for one in prompt_logprobs]
+    return output
+
+
+def _entries(logprobs: dict[int, Logprob]) -> dict[int, tuple[Any, ...]]:
+    return {token_id: (one.logprob, one.rank, one.decoded_token) for token_id, one in logprobs.items()}
+
+
+def _from_entries(entries: dict[int, tuple[Any, ...]]) -> dict[int, Logprob]:
+    return {token_id: Logprob(*one) for token_id, one in entries.items()}
