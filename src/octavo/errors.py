@@ -13,6 +13,7 @@
     ├── KernelArgumentError     a tensor handed to a kernel has the wrong shape, dtype, device or stride
     ├── UnsupportedKernelConfig a valid request for something no kernel here does
     └── EngineError             the engine is closed, or a step failed
+        └── EngineDeadError     the server's engine has gone, and does not come back by itself
 
 Each message names the argument, what was expected, what came, and the way out.
 """
@@ -70,6 +71,10 @@ class UnsupportedKernelConfig(OctavoError, NotImplementedError):
 
 class EngineError(OctavoError, RuntimeError):
     """The engine is closed, or one of its steps failed."""
+
+
+class EngineDeadError(EngineError):
+    """The server's engine has gone; asking again is of no use before the server is started again."""
 
 
 class _Short(reprlib.Repr):

@@ -5,7 +5,15 @@ import asyncio
 import pytest
 from helpers.serve import Answer, run, scripted_client
 
-from octavo.errors import CapacityError, EngineError, OverloadedError, RequestError, RequestTimeoutError
+from octavo.errors import (
+    CapacityError,
+    EngineDeadError,
+    EngineError,
+    ModelError,
+    OverloadedError,
+    RequestError,
+    RequestTimeoutError,
+)
 from octavo.serve import guard
 from octavo.serve.api_errors import ApiError, as_api_error
 from octavo.serve.settings import ServeSettings
@@ -139,6 +147,11 @@ def test_details_of_errors():
     assert as_api_error(RequestError("each key of logit_bias must be an integer")).param == "logit_bias"
     assert as_api_error(RequestError("the step failed")).param is None
     assert as_api_error(OverloadedError("full", 2.2)).headers == {"Retry-After": "3"}
+    assert as_api_error(EngineError("loading")).headers == {"Retry-After": "5"}
+    # Neither gets better by asking again.
+    for error, status in ((EngineDeadError("gone"), 503), (ModelError("no tokenizer"), 400)):
+        told = as_api_error(error)
+        assert (told.status, told.headers) == (status, {})
     assert ApiError(400, "odd \ud800").body()["error"]["message"] == "odd \\ud800"
 
 

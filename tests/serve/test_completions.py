@@ -303,7 +303,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_the_real_engine_only_but_numb
         {"prompt": [99]}, Answer(refuse=("RequestError", "prompt_token_ids[0] is 99, outside the vocabulary"))
     )
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "prompt_token_ids"
+    assert response.json()["error"]["param"] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_a_full_queue_is_429_with_retry_after_and_leaves_nothing_behind():
             assert response.status_code == 429
             assert int(response.headers["retry-after"]) >= 1
             assert response.json()["error"]["code"] == "rate_limit_exceeded"
-            assert link.aborted == [link.submitted[2].request_id], "what was taken of the batch is given up"
+            assert (len(link.submitted), link.aborted) == (2, []), "nothing of the batch was taken"
             gate.set()
             assert (await first).status_code == 200
 
@@ -493,3 +493,52 @@ def test_a_client_that_goes_away_aborts_what_it_asked_for_once(stream, answer):
         await engine.close()
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [99]}, "prompt"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ],
+)
+def test_what_the_engine_refuses_is_told_by_the_clients_own_field(fields, param):
+    name = "prompt_token_ids[0]" if param == "prompt" else "structured_output"
+
+    async def test():
+        async with scripted_client(Answer(refuse=("RequestError", f"{name}: no good"))) as (client, _):
+            return await client.post("/v1/completions", json=fields)
+
+    response = run(test())
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_batch_that_never_fits_is_400_and_one_that_does_not_fit_now_is_429_and_submits_nothing():
+    async def test():
+        gate = asyncio.Event()
+        settings = ServeSettings(max_waiting_tokens=10, max_waiting_requests=3)
+        async with scripted_client(Answer(["a"], gate=gate), settings) as (client, link):
+            link.tell = lambda *told: None  # so that what was submitted goes on waiting
+            never = await client.post("/v1/completions", json={"prompt": [[1] * 6, [2] * 6]})
+            first = asyncio.create_task(client.post("/v1/completions", json={"prompt": [[1]]}))
+            await eventually(lambda: len(link.submitted) == 1)
+            by_tokens = await client.post("/v1/completions", json={"prompt": [[1] * 5, [2] * 5]})
+            by_number = await client.post("/v1/completions", json={"prompt": [[1]] * 3})
+            num_submitted = len(link.submitted)
+            first.cancel()
+            return never, by_tokens, by_number, num_submitted
+
+    never, by_tokens, by_number, num_submitted = run(test())
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
+    assert "12 tokens in 2 prompts; this server takes at most 10" in never.json()["error"]["message"]
+    assert (by_tokens.status_code, by_number.status_code, num_submitted) == (429, 429, 1)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_a_balancer_may_ask_for_the_head_alone(path):
+    async def test():
+        async with scripted_client(Answer()) as (client, _):
+            return await client.head(path)
+
+    assert run(test()).status_code == 200

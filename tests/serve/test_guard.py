@@ -133,6 +133,12 @@ def test_a_key_that_cannot_be_one_is_refused_without_showing_it(tmp_path, option
     assert "two words" not in str(refused.value)
 
 
+@pytest.mark.parametrize("value", ["", " ", ",", " , "])
+def test_a_variable_that_is_set_and_holds_no_key_does_not_leave_the_server_open(value):
+    with pytest.raises(ConfigError, match="OCTAVO_API_KEY is set and holds no key; put one in, or unset it"):
+        read_api_keys(environ={API_KEY_ENV: value})
+
+
 # CORS
 
 
@@ -163,6 +169,24 @@ def test_only_listed_origins_may_ask_from_a_browser():
         "https://good.example",
     )
     assert "x-request-id" in refused.headers["access-control-expose-headers"].lower()
+
+
+def test_a_page_of_a_listed_origin_can_read_why_the_server_failed():
+    def fails(submit):
+        raise AssertionError("on purpose")
+
+    async def test():
+        settings = ServeSettings(cors_origins=("https://good.example",))
+        async with scripted_client(Answer(["a"]), settings) as (client, link):
+            link.send = fails
+            return await client.post(
+                "/v1/completions", json=BODY, headers={"Origin": "https://good.example", "X-Request-Id": "me"}
+            )
+
+    answer = run(test())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["access-control-allow-origin"] == "https://good.example"
+    assert answer.headers["x-request-id"] == "me"
 
 
 def test_by_default_no_other_origin_may_ask():

@@ -33,7 +33,12 @@ MESSAGES = [{"role": "user", "content": "a"}]
         ("completions", {"prompt": "a", "stop": ZEROS}, "stop[0]"),
         ("completions", {"prompt": "a", "stop_token_ids": [-1] * NUM}, "stop_token_ids[0]"),
         ("completions", {"prompt": "a", "allowed_token_ids": ["a"] * NUM}, "allowed_token_ids[0]"),
-        ("completions", {"prompt": "a", "logit_bias": dict.fromkeys(range(NUM), "a")}, "logit_bias.0"),
+        ("completions", {"prompt": "a", "logit_bias": dict.fromkeys(range(NUM), "a")}, "logit_bias"),
+        ("completions", {"prompt": "a", "logit_bias": dict.fromkeys(range(9000), "a")}, "logit_bias.0"),
+        ("completions", {"prompt": "a", "stop_token_ids": list(range(NUM))}, "stop_token_ids"),
+        ("completions", {"prompt": "a", "allowed_token_ids": [1] * 3 * NUM}, "allowed_token_ids"),
+        ("completions", {"prompt": [[1]] * NUM}, "prompt"),
+        ("chat/completions", {"messages": MESSAGES * NUM}, "messages"),
         ("completions", {"prompt": "a", "metadata": dict.fromkeys(range(NUM), 0)}, "metadata"),
         (
             "completions",

@@ -303,3 +303,29 @@ def test_a_failure_is_an_event_and_an_error() -> None:
         refused = ask(refusal, stream=stream, text=text)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"] == "text.format: too big"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"metadata": {"a": "\ud800"}}, "metadata"),
+        ({"metadata": {"\ud800": "a"}, "stream": True}, "metadata"),
+        ({"user": "\ud800"}, "user"),
+        ({"text": {"format": {"type": "text", "description": "\ud800"}}}, "text"),
+        (
+            {"tool_choice": "none", "tools": [{"type": "function", "name": "f", "description": "\ud800"}]},
+            "tools",
+        ),
+    ],
+)
+def test_what_a_response_repeats_must_be_unicode(fields, param):
+    async def test():
+        async with scripted_client(Answer(["a"]), card=BIG_CARD, tokenizer=QWEN3) as (client, link):
+            content = json.dumps({"input": "a", **fields})
+            answer = await client.post(
+                "/v1/responses", content=content, headers={"Content-Type": "application/json"}
+            )
+            return answer, link.submitted
+
+    answer, submitted = run(test())
+    assert (answer.status_code, answer.json()["error"]["param"], submitted) == (400, param, [])

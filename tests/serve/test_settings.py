@@ -29,6 +29,11 @@ from octavo.serve.settings import ServeSettings
         ("served_model_names", "one"),
         ("served_model_names", ["a", ""]),
         ("cors_origins", [3]),
+        ("cors_origins", ["https://a.example/"]),
+        ("cors_origins", ["a.example"]),
+        ("cors_origins", ["https://a.example/page"]),
+        ("cors_origins", ["https://A.example"]),
+        ("cors_origins", ["https://*.example", ""]),
         ("log_format", "xml"),
         ("tool_parser", ""),
         ("tool_parser", "llama"),
@@ -60,3 +65,8 @@ def test_lists_become_tuples_and_replace_checks():
     assert settings.replace(port=0).port == 0
     with pytest.raises(ConfigError):
         settings.replace(port=-1)
+
+
+def test_origins_are_what_browsers_send():
+    origins = ("*", "https://a.example", "http://localhost:3000", "http://[::1]:80", "chrome-extension://abc")
+    assert ServeSettings(cors_origins=origins).cors_origins == origins

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from octavo.errors import (
     CapacityError,
+    EngineDeadError,
     EngineError,
     ModelError,
     OctavoError,
@@ -125,12 +126,14 @@ def as_api_error(error: BaseException) -> ApiError:
         case OverloadedError():
             seconds = str(max(1, math.ceil(error.retry_after_s)))
             return ApiError(429, str(error), headers={"Retry-After": seconds})
-        case RequestError() | CapacityError() | UnsupportedKernelConfig():
+        case RequestError() | CapacityError() | UnsupportedKernelConfig() | ModelError():
             return ApiError(400, str(error), param=_named_field(str(error)), code=_limit_code(str(error)))
         case RequestTimeoutError():
             # A client that tried again by itself would make the same long request once more.
             return ApiError(408, str(error), headers={"x-should-retry": "false"})
-        case EngineError() | ModelError():
+        case EngineDeadError():
+            return ApiError(503, str(error))
+        case EngineError():
             return ApiError(503, str(error), headers={"Retry-After": "5"})
         case OctavoError():
             return ApiError(500, str(error))
@@ -140,7 +143,6 @@ def as_api_error(error: BaseException) -> ApiError:
 
 _FIELDS = frozenset(f.name for f in fields(SamplingParams)) | {
     "prompt",
-    "prompt_token_ids",
     "tokens",
     "messages",
     "tools",
@@ -157,7 +159,16 @@ _FIELDS = frozenset(f.name for f in fields(SamplingParams)) | {
 def _named_field(message: str) -> str | None:
     """Our messages begin with the argument they are about."""
     match = re.match(r"(?:each (?:id|key) (?:in|of) )?(\w+)", message)
-    return match[1] if match and match[1] in _FIELDS else None
+    name = match[1] if match else None
+    return "prompt" if name == "prompt_token_ids" else name if name in _FIELDS else None
+
+
+def named_format(error: RequestError, field: str) -> Exception:
+    """The error; where it is about a grammar, with the client's own field that the grammar comes from."""
+    head, _, problem = str(error).partition("structured_output: ")
+    if head or not problem:
+        return error
+    return ApiError(400, f"{field}: {problem}", param=field)
 
 
 def _limit_code(message: str) -> str | None:

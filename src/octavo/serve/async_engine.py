@@ -21,7 +21,14 @@ from typing import Final, Literal, TypeVar
 
 from octavo import errors
 from octavo.config import EngineConfig
-from octavo.errors import EngineError, ModelError, OverloadedError, RequestError, RequestTimeoutError
+from octavo.errors import (
+    EngineDeadError,
+    EngineError,
+    ModelError,
+    OverloadedError,
+    RequestError,
+    RequestTimeoutError,
+)
 from octavo.models.source import resolve_model
 from octavo.outputs import Logprob
 from octavo.sampling_params import SamplingParams
@@ -446,7 +453,7 @@ class AsyncEngine:
                 return EngineError("the server is shutting down")
             case "stuck":
                 return EngineError(f"the engine has made no step for {self.settings.stuck_s:g} s")
-        return EngineError(f"the engine is dead: {self._death}; the server must be started again")
+        return EngineDeadError(f"the engine is dead: {self._death}; the server must be started again")
 
     def _check_progress(self) -> None:
         self._checking = self._loop.call_later(self._check_period_s, self._check_progress)
@@ -467,7 +474,7 @@ class AsyncEngine:
             self._listener.state("dead")
         for generation in self._generations.values():
             self._end(generation)
-            generation.fail(EngineError(f"the engine died: {error}"))
+            generation.fail(EngineDeadError(f"the engine died: {error}"))
         self._generations.clear()
         for watcher in self._watchers:
             watcher.end()

@@ -9,7 +9,7 @@ from octavo.errors import RequestError, nearest
 from octavo.sampling_params import SamplingParams
 from octavo.serve import reasoning, tools
 from octavo.serve.answer import AnswerFormat
-from octavo.serve.api_errors import ApiError
+from octavo.serve.api_errors import ApiError, named_format
 from octavo.serve.chat_grammar import CallRules, constraint
 from octavo.serve.chat_protocol import (
     AllowedToolChoice,
@@ -45,10 +45,7 @@ class PreparedChat:
 
     def named(self, error: RequestError) -> Exception:
         """The error, naming the client's own field where the engine found its grammar at fault."""
-        head, _, problem = str(error).partition("structured_output: ")
-        if head or not problem:
-            return error
-        return ApiError(400, f"{self.bound_by}: {problem}", param=self.bound_by)
+        return named_format(error, self.bound_by)
 
 
 async def prepare_chat(

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
 from octavo.serve.answer import check_end, ended_badly, finish_reason, new_id
-from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
+from octavo.serve.api_errors import ERROR_RESPONSES, ApiError, named_format
+from octavo.serve.guard import body_size
 from octavo.serve.models import check_model
 from octavo.serve.protocol import CompletionRequest, to_sampling_params
 from octavo.serve.response_parts import CompletionLogprobs, completion_logprobs, usage_of
@@ -42,7 +44,11 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     engine: AsyncEngine = request.app.state.engine
     settings: ServeSettings = request.app.state.settings
     model = check_model(request, body.model)
-    return await while_connected(request, _respond(body, model, engine, settings))
+    try:
+        return await while_connected(request, _respond(body, model, engine, settings))
+    except RequestError as error:
+        field = "response_format" if body.structured_outputs is None else "structured_outputs"
+        raise named_format(error, field) from error
 
 
 async def _respond(
@@ -81,8 +87,6 @@ async def _encode(
 ) -> list[tuple[str | None, list[int]]]:
     """Each prompt's text, where it has one, and its ids."""
     prompts: list[Any] = [body.prompt] if _is_one(body.prompt) else list(body.prompt)
-    if not prompts:
-        raise ApiError(400, "prompt is an empty list; give at least one prompt", param="prompt")
     if len(prompts) > settings.max_waiting_requests:
         raise ApiError(
             400,
@@ -92,14 +96,23 @@ async def _encode(
         )
     if isinstance(prompts[0], str):
         tokenizer = engine.tokenizer
-        num_characters = sum(map(len, prompts))
-        all_ids = await engine.off_loop(num_characters, lambda: [tokenizer.encode(text) for text in prompts])
+        all_ids = await engine.off_loop(body_size.get(), lambda: [tokenizer.encode(text) for text in prompts])
     else:
         all_ids = prompts
     for i, token_ids in enumerate(all_ids):
         if not token_ids:
             where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             raise ApiError(400, f"{where} is empty: there is no token to continue from", param="prompt")
+    if len(prompts) > 1:
+        num_tokens = sum(map(len, all_ids))
+        if num_tokens > settings.max_waiting_tokens:
+            raise ApiError(
+                400,
+                f"prompt holds {num_tokens} tokens in {len(prompts)} prompts; this server takes at most "
+                f"{settings.max_waiting_tokens} at once; send fewer prompts a request",
+                param="prompt",
+            )
+        engine.check_room(len(prompts), num_tokens)  # all of them or none
     texts = prompts if isinstance(prompts[0], str) else [None] * len(prompts)
     return list(zip(texts, all_ids, strict=True))
 

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from octavo.errors import ConfigError
 from octavo.serve import access_log, tracing
-from octavo.serve.api_errors import ApiError
+from octavo.serve.api_errors import ApiError, as_api_error
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -57,11 +57,16 @@ def read_api_keys(
     a line; empty lines and lines that begin with ``#`` do not count).
 
     ConfigError when one has a space or a character that is not ASCII in it, when the file cannot be read, and
-    when it holds no key: a server that was to have keys must not stand open. No message shows a key.
+    when it or the variable is there and holds no key: a server that was to have keys must not stand open. No
+    message shows a key.
     """
     keys = [(key, "api_keys") for key in given]
-    from_environ = (os.environ if environ is None else environ).get(API_KEY_ENV, "")
-    keys += [(key.strip(), API_KEY_ENV) for key in from_environ.split(",") if key.strip()]
+    from_environ = (os.environ if environ is None else environ).get(API_KEY_ENV)
+    if from_environ is not None:
+        found = [key.strip() for key in from_environ.split(",") if key.strip()]
+        if not found:
+            raise ConfigError(f"{API_KEY_ENV} is set and holds no key; put one in, or unset it")
+        keys += [(key, API_KEY_ENV) for key in found]
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -117,6 +122,28 @@ def _digest(key: bytes) -> bytes:
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+
+
+class Failures:
+    """Answers for what nobody below caught; inside CORS, so that a browser's script may read it, too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        def send_on(message: Message) -> Awaitable[None]:
+            nonlocal has_begun
+            has_begun = True
+            return send(message)
+
+        try:
+            await self.app(scope, receive, send_on)
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            await as_api_error(error).response()(scope, receive, send)
 
 
 class BodyLimit:
@@ -232,6 +259,7 @@ def install(app: FastAPI, settings: ServeSettings) -> None:
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.cors_origins:
+        app.add_middleware(Failures)
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,

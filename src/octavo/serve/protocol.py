@@ -32,7 +32,8 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 """A list in a body. Only its first bad item is told of: an error costs far more than the item it is about."""
 
 MAX_ITEMS = 10_000
-"""Most messages, parts, tools or prompts in one list."""
+"""Most messages, parts, tools, prompts, stop tokens or biases in one list."""
+MAX_ALLOWED_TOKENS = 100_000
 MAX_TOP_LOGPROBS = 20
 """Most alternatives per token that a response carries."""
 MAX_METADATA = 16
@@ -101,10 +102,8 @@ _Ignored = Annotated[Any, Field(description="Accepted, and without effect on the
 
 
 def _check_metadata(value: object) -> object:
-    if isinstance(value, Mapping) and len(value) > MAX_METADATA:
-        raise PydanticCustomError(
-            "too_long", "expected at most {max} entries, got {num}", {"max": MAX_METADATA, "num": len(value)}
-        )
+    if isinstance(value, Mapping):
+        _check_size(value, MAX_METADATA)
     return value
 
 
@@ -125,8 +124,15 @@ class IgnoredFields(Body):
     prompt_cache_options: _Ignored = None
 
 
+def _check_size(value: Mapping[Any, Any], most: int) -> None:
+    if len(value) > most:
+        message = "expected at most {most} entries, got {num}"
+        raise PydanticCustomError("too_many_entries", message, {"most": most, "num": len(value)})
+
+
 def _bias_keys(value: object) -> object:
     if isinstance(value, Mapping):
+        _check_size(value, MAX_ITEMS)
         for key in value:
             # Plain decimal only: int() would also take "1_0", " 1" and other scripts' digits.
             if not (isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]{0,17}", key)):
@@ -201,8 +207,10 @@ class SamplingFields(Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=1e-6, le=1e6)
     min_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    stop_token_ids: Many[Annotated[int, Field(ge=0)]] | None = None
-    allowed_token_ids: Many[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    stop_token_ids: Many[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_ITEMS)
+    allowed_token_ids: Many[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None, min_length=1, max_length=MAX_ALLOWED_TOKENS
+    )
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

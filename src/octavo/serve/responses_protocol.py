@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from octavo.serve.api_errors import ApiError
 from octavo.serve.chat_protocol import (
@@ -123,7 +124,11 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind_of_item),
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="item_type",
+        custom_error_message="expected type message, function_call, function_call_output or reasoning",
+    ),
 ]
 
 
@@ -218,6 +223,17 @@ class ResponsesRequest(SamplingFields, IgnoredFields):
     prompt: unsupported("nothing is stored here; send instructions and input") = None  # type: ignore[valid-type]
     context_management: unsupported("shorten the input on your side") = None  # type: ignore[valid-type]
     moderation: unsupported("moderate on your side") = None  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _check_can_be_sent_back(self) -> Self:
+        # A response repeats these.
+        for name in ("user", "metadata", "instructions", "text", "tools", "tool_choice"):
+            try:
+                json.dumps(self.model_dump(include={name}), ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                message = f"{name}: not valid Unicode: it holds a lone surrogate"
+                raise ApiError(400, message, param=name) from None
+        return self
 
     @property
     def has_logprobs(self) -> bool:

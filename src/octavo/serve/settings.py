@@ -15,6 +15,8 @@ TOOL_PARSERS: Final = ("auto", "hermes", "none")
 REASONING_PARSERS: Final = ("auto", "think", "none")
 MAX_SECONDS: Final = 10 * 365 * 86_400.0
 
+_ORIGIN: Final = r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:?#@A-Z]+)(:[0-9]{1,5})?"
+"""As browsers write an origin: in small letters, without a slash at its end."""
 _Strings = tuple[str, ...]
 
 
@@ -53,7 +55,7 @@ class ServeSettings:
     served_model_names: _Strings = ()
     api_keys: _Strings = field(default=(), repr=False)
     cors_origins: _Strings = ()
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: int = 8 * 2**20
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 2**20
     request_timeout_s: float | None = None
@@ -95,6 +97,9 @@ class ServeSettings:
         for key in self.api_keys:
             if not re.fullmatch(r"[\x21-\x7e]+", key):
                 raise ConfigError("api_keys: a key has a space or a character that is not ASCII in it")
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(_ORIGIN, origin):
+                _refuse("cors_origins", "* or origins such as 'https://chat.example:8443', no path", origin)
         if self.log_format not in LOG_FORMATS:
             _refuse("log_format", f"one of {', '.join(map(repr, LOG_FORMATS))}", self.log_format)
         for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
