@@ -29,6 +29,19 @@ _load: Any = {"rich_help_panel": "Load"}
 _calls: Any = {"rich_help_panel": "What is asked"}
 
 
+_BASE_URL = "http://127.0.0.1:8000/v1"
+_NULL_INTERVAL_S = 0.02
+_NEEDS = {
+    "burstiness": "rate",
+    "trace_speed": "trace",
+    "num_prefixes": "prefix_len",
+    "prefix_len": "num_prefixes",
+}
+_DRAWN = (
+    "burstiness", "drop_share", "input_len", "output_len", "num_prefixes", "prefix_len", "max_token_id"
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """What is sent and when; on the command line, see `octavo.cli.options.expands`."""
@@ -42,13 +55,14 @@ class LoadOptions:
         typer.Option(help="Calls a second, whatever becomes of them (inf: all at once).", **_load),
     ] = None
     burstiness: Annotated[
-        float, typer.Option(help="Shape of the gamma law of gaps; 1 is Poisson, below is burstier.", **_load)
-    ] = 1.0
+        float | None,
+        typer.Option(help="Shape of the gamma law of gaps; 1 (default) is Poisson, below burstier.", **_load),
+    ] = None
     trace: Annotated[
         Path | None,
         typer.Option(help="Replay a .jsonl or .csv trace: times and lengths.", metavar="FILE", **_load),
     ] = None
-    trace_speed: Annotated[float, typer.Option(help="Replay so many times faster.", **_load)] = 1.0
+    trace_speed: Annotated[float | None, typer.Option(help="Replay so many times faster.", **_load)] = None
     num_requests: Annotated[
         int | None, typer.Option(help="Calls to send; default: 200, or all of the trace.", **_load)
     ] = None
@@ -59,20 +73,22 @@ class LoadOptions:
         int, typer.Option(help="Calls before the run, one by one, that do not count.", **_load)
     ] = 1
     drop_share: Annotated[
-        float, typer.Option(help="Share of clients that hang up in mid-answer, from 0 to 1.", **_load)
-    ] = 0.0
+        float | None, typer.Option(help="Share of clients that hang up in mid-answer, from 0 to 1.", **_load)
+    ] = None
     timeout: Annotated[float, typer.Option(help="Seconds until a call counts as failed.", **_load)] = 600.0
     input_len: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Prompt tokens: N, uniform:LOW:HIGH, normal:MEAN:STD[:MAX], lognormal:MEDIAN:SIGMA[:MAX] or "
-            "exponential:MEAN[:MAX].",
+            help="Prompt tokens (256): N, uniform:LOW:HIGH, normal:MEAN:STD[:MAX], "
+            "lognormal:MEDIAN:SIGMA[:MAX] or exponential:MEAN[:MAX].",
             **_calls,
         ),
-    ] = "256"
-    output_len: Annotated[str, typer.Option(help="Answer tokens, likewise.", **_calls)] = "128"
-    num_prefixes: Annotated[int, typer.Option(help="Different beginnings that prompts share.", **_calls)] = 0
-    prefix_len: Annotated[int, typer.Option(help="Tokens of each beginning.", **_calls)] = 0
+    ] = None
+    output_len: Annotated[str | None, typer.Option(help="Answer tokens (128), likewise.", **_calls)] = None
+    num_prefixes: Annotated[
+        int | None, typer.Option(help="Different beginnings that prompts share.", **_calls)
+    ] = None
+    prefix_len: Annotated[int | None, typer.Option(help="Tokens of each beginning.", **_calls)] = None
     prompts: Annotated[
         str | None,
         typer.Option(help="words or ids (exact lengths, completions only); default: ids there.", **_calls),
@@ -107,6 +123,11 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.num_warmups < 0:
+            raise ConfigError(f"num_warmups must be at least 0, got {self.num_warmups}")
+        for name, other in _NEEDS.items():
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise ConfigError(f"{name} does nothing without {other}; give both or neither")
         for name in ("duration", "timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -115,8 +136,9 @@ class LoadOptions:
             raise ConfigError("drop_share needs streams: clients hang up after some tokens; drop --no-stream")
         if self.trace is not None and self.rate is not None:
             raise ConfigError("rate and trace exclude each other: a trace has its times; see --trace-speed")
-        if self.trace is not None and (self.drop_share or self.num_prefixes):
-            raise ConfigError("drop_share and num_prefixes are for drawn calls; leave them out with --trace")
+        for name in _DRAWN if self.trace is not None else ():
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} is for drawn calls; leave it out with --trace")
         if self.rate is not None and math.isinf(self.rate) and self.duration and not self.num_requests:
             raise ConfigError("with rate inf all calls leave at once; say how many with --num-requests")
 
@@ -126,16 +148,17 @@ class LoadOptions:
         from octavo.bench.workloads import MAX_TOKEN_ID
 
         if self.trace is not None:
-            calls = read_trace(self.trace, speed=self.trace_speed, as_text=as_words, seed=self.seed)
+            speed = 1.0 if self.trace_speed is None else self.trace_speed
+            calls = read_trace(self.trace, speed=speed, as_text=as_words, seed=self.seed)
             return calls[: self.num_requests]
         mix = Mix(
-            Lengths.parse("input_len", self.input_len),
-            Lengths.parse("output_len", self.output_len),
-            Arrivals(self.rate, self.burstiness),
+            Lengths.parse("input_len", "256" if self.input_len is None else self.input_len),
+            Lengths.parse("output_len", "128" if self.output_len is None else self.output_len),
+            Arrivals(self.rate, 1.0 if self.burstiness is None else self.burstiness),
             as_text=as_words,
-            num_prefixes=self.num_prefixes,
-            prefix_len=self.prefix_len,
-            drop_share=self.drop_share,
+            num_prefixes=self.num_prefixes or 0,
+            prefix_len=self.prefix_len or 0,
+            drop_share=self.drop_share or 0.0,
             max_token_id=MAX_TOKEN_ID if self.max_token_id is None else self.max_token_id,
         )
         drawn = mix.calls(self.seed)
@@ -151,8 +174,9 @@ class LoadOptions:
 @expands(load=LoadOptions)
 def serve(
     base_url: Annotated[
-        str, typer.Option(help="The server, as OpenAI's clients take it.")
-    ] = "http://127.0.0.1:8000/v1",
+        str | None,
+        typer.Option(help="The server, as OpenAI's clients take it; default: http://127.0.0.1:8000/v1."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model to ask for; default: the first that the server lists.")
     ] = None,
@@ -177,7 +201,9 @@ def serve(
             "--null-server", help="Measure this generator itself: against a server that costs nothing."
         ),
     ] = False,
-    null_interval: Annotated[float, typer.Option(help="Seconds between the tokens of that server.")] = 0.02,
+    null_interval: Annotated[
+        float | None, typer.Option(help="Seconds between the tokens of that server (0.02).")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write a result file as in bench/results/.", metavar="FILE")
     ] = None,
@@ -209,13 +235,20 @@ def serve(
         raise typer.BadParameter(f"--api must be chat or completions; got {api!r}")
     load.check()
     as_words = _is_words(load.prompts, api)
+    if as_words and load.max_token_id is not None:
+        raise ConfigError("max_token_id is for prompts of ids; use --prompts ids with --api completions")
+    if null_interval is not None and not null_server:
+        raise ConfigError("null_interval does nothing without null_server; give both or neither")
+    if null_server and base_url is not None:
+        raise ConfigError("null_server and base_url exclude each other; leave one out")
     slo = Slo.parse(goodput or [])
     calls = load.calls(as_words)
     with contextlib.ExitStack() as stack:
         if null_server:
-            base_url = stack.enter_context(serve_null.running(null_interval))
+            interval_s = _NULL_INTERVAL_S if null_interval is None else null_interval
+            base_url = stack.enter_context(serve_null.running(interval_s))
         target = Target(
-            Endpoint.parse(base_url),
+            Endpoint.parse(_BASE_URL if base_url is None else base_url),
             model or "",
             api_key=api_key or ("" if null_server else os.environ.get("OPENAI_API_KEY", "")),
             is_chat=api == "chat",
