@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.outputs import Logprob, RequestOutput, StreamChunk
@@ -29,6 +29,7 @@ from octavo.serve.models import check_model
 from octavo.serve.response_parts import Usage, chat_logprobs, usage_of
 from octavo.serve.sse import DONE, GenerationStream, error_event, while_connected
 from octavo.serve.tools import Event
+from octavo.serve.whole_answer import whole_answer
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -69,7 +70,8 @@ async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings:
     )
     try:
         if not body.stream:
-            return JSONResponse(writer.whole(await generation.result()))
+            output = await generation.result()
+            return await whole_answer([output], lambda: writer.whole(output))
         await generation.accepted()
     except RequestError as error:
         raise chat.named(error) from error

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
@@ -20,6 +20,7 @@ from octavo.serve.models import check_model
 from octavo.serve.protocol import CompletionRequest, to_sampling_params
 from octavo.serve.response_parts import CompletionLogprobs, completion_logprobs, usage_of
 from octavo.serve.sse import DONE, GenerationStream, error_event, event, while_connected
+from octavo.serve.whole_answer import whole_answer
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -74,7 +75,8 @@ async def _respond(
             )
             generations.append(await unless_streamed.enter_async_context(generation))
         if not body.stream:
-            return JSONResponse(writer.whole([await generation.result() for generation in generations]))
+            outputs = [await generation.result() for generation in generations]
+            return await whole_answer(outputs, lambda: writer.whole(outputs))
         for generation in generations:
             await generation.accepted()
         stream = GenerationStream(writer, generations, settings.slow_reader_s)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
 from pydantic_core import to_json
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
@@ -21,6 +21,7 @@ from octavo.serve.response_parts import chat_logprobs
 from octavo.serve.responses_output import EventBody, OutputBuilder
 from octavo.serve.responses_protocol import ResponsesRequest
 from octavo.serve.sse import GenerationStream, error_event, while_connected
+from octavo.serve.whole_answer import whole_answer
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -64,7 +65,8 @@ async def _respond(
     )
     try:
         if not body.stream:
-            return JSONResponse(writer.whole(await generation.result()))
+            output = await generation.result()
+            return await whole_answer([output], lambda: writer.whole(output))
         await generation.accepted()
     except RequestError as error:
         raise chat.named(error) from error
