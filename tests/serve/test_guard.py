@@ -526,7 +526,7 @@ def test_a_client_that_leaves_is_told_of(lines):
             writer.close()
             await eventually(lambda: link.aborted)
             await eventually(lambda: any(line["message"] == "request" for line, _ in lines))
-            await eventually(lambda: not access_log._by_generation)
+            await eventually(lambda: not link.engine._listener._log)
 
     run(test())
     told = [line for line, _ in lines if line["message"] in ("request", "generation")]
@@ -538,10 +538,12 @@ def test_a_client_that_leaves_is_told_of(lines):
 
 
 def test_a_generation_that_ends_after_its_request_gets_a_line_of_its_own(lines):
+    log = access_log.GenerationLog()
+
     async def app(scope, receive, send):
         for name in ("early", "late"):
-            access_log.submitted(name)
-        access_log.finished(output("early", 2))
+            log.submitted(name)
+        log.finished(output("early", 2))
         await Response()(scope, receive, send)
 
     def output(name, num_tokens):
@@ -553,8 +555,8 @@ def test_a_generation_that_ends_after_its_request_gets_a_line_of_its_own(lines):
         transport = httpx.ASGITransport(app=access_log.RequestLog(app))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             await client.get("/", headers={"X-Request-Id": "me"})
-        access_log.finished(output("late", 7))
-        access_log.finished(output("late", 7))  # it is known once
+        log.finished(output("late", 7))
+        log.finished(output("late", 7))  # it is known once
 
     run(test())
     told = [(line["message"], line["request_id"], line["output_tokens"]) for line, _ in lines]

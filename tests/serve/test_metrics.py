@@ -14,6 +14,7 @@ from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput, Stre
 from octavo.serve import metrics as metrics_module
 from octavo.serve.messages import Item, News, Stage
 from octavo.serve.metrics import Metrics
+from octavo.serve.settings import ServeSettings
 
 # What `promtool check metrics` looks at, and Prometheus' page on naming.
 UNITS = {
@@ -118,7 +119,8 @@ def piece(request_id, num=1, output=None):
 
 def test_an_idle_server_tells_every_family_and_keeps_to_the_conventions():
     metrics = Metrics()
-    metrics.engine = SimpleNamespace(num_waiting=0, num_active=0, model=CARD)
+    settings = ServeSettings(served_model_names=("shown",))
+    metrics.engine = SimpleNamespace(num_waiting=0, num_active=0, model=CARD, settings=settings)
     metrics.stage(Stage("weights", 1.5))
     metrics.state("ready")
     text = exposition(metrics)
@@ -130,7 +132,7 @@ def test_an_idle_server_tells_every_family_and_keeps_to_the_conventions():
     assert found['octavo_kv_cache_blocks{state="free"}'] == 64
     assert found['octavo_requests_total{finish_reason="abort"}'] == 0  # there from the start, for rate()
     (model,) = (name for name in found if name.startswith("octavo_model_info"))
-    assert 'model="scripted"' in model
+    assert 'model="shown"' in model  # and not where its files are
     assert 'max_model_len="200"' in model
     families = {
         family.name for family in openmetrics.text_string_to_metric_families(openmetrics_text(metrics))

@@ -53,35 +53,42 @@ class RequestRecord:
 
 
 current: ContextVar[RequestRecord | None] = ContextVar("octavo_request", default=None)
-_by_generation: dict[str, RequestRecord] = {}
 
 
-def submitted(generation_id: str) -> None:
-    """A generation begins in the current context."""
-    record = current.get()
-    if record is not None:
-        _by_generation[generation_id] = record
+class GenerationLog:
+    """Knows which HTTP request submitted which generation, so that its end can be told with it."""
 
+    def __init__(self) -> None:
+        self._requests: dict[str, RequestRecord] = {}
 
-def forget(generation_id: str | None = None) -> None:
-    """The engine will tell no end of this generation: it refused it; or of none any more, because it died."""
-    if generation_id is None:
-        _by_generation.clear()
-    else:
-        _by_generation.pop(generation_id, None)
+    def __len__(self) -> int:
+        return len(self._requests)
 
+    def submitted(self, generation_id: str) -> None:
+        """A generation begins in the current context."""
+        record = current.get()
+        if record is not None:
+            self._requests[generation_id] = record
 
-def finished(output: RequestOutput) -> None:
-    """A generation ended; after its HTTP request (whose client has gone), it gets a line of its own."""
-    record = _by_generation.pop(output.request_id, None)
-    if record is None:
-        return
-    if record.on_generation is not None:
-        record.on_generation(output)
-    if record.has_ended:
-        _log(logging.INFO, "generation", {"request_id": record.request_id, **_facts([output])})
-    else:
-        record.generations.append(output)
+    def refused(self, generation_id: str) -> None:
+        """The engine will tell no end of it."""
+        self._requests.pop(generation_id, None)
+
+    def clear(self) -> None:
+        """The engine died, and will tell no end of any."""
+        self._requests.clear()
+
+    def finished(self, output: RequestOutput) -> None:
+        """One ended; after its HTTP request (whose client has gone), it gets a line of its own."""
+        record = self._requests.pop(output.request_id, None)
+        if record is None:
+            return
+        if record.on_generation is not None:
+            record.on_generation(output)
+        if record.has_ended:
+            _log(logging.INFO, "generation", {"request_id": record.request_id, **_facts([output])})
+        else:
+            record.generations.append(output)
 
 
 def engine_state(state: str) -> None:

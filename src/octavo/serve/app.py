@@ -37,6 +37,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, metrics: Metrics) -
     app.state.engine = engine
     app.state.settings = settings
     app.state.metrics = metrics
+    metrics.engine = engine
     for router in _ROUTERS:
         app.include_router(router)
     api_errors.install(app)

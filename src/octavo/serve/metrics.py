@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from octavo.serve import access_log
+from octavo.serve.models import model_names
 
 if TYPE_CHECKING:
     from octavo.engine.stats import EngineStats
@@ -82,7 +83,7 @@ class _Open:
 class Metrics(Collector):
     """Counts what the engine's news say; `registry` exposes it. Implements `listener.EngineListener`.
 
-    `engine` is whose queue is shown; GET /metrics puts it there.
+    `engine` is whose queue and model are shown; `create_app` puts it there.
     """
 
     def __init__(self) -> None:
@@ -90,6 +91,8 @@ class Metrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         self.engine: AsyncEngine | None = None
+        self._build = {"version": version("octavo"), "python_version": platform.python_version()}
+        self._log = access_log.GenerationLog()
         self._state = "loading"
         self._is_loaded = False
         self._stats: EngineStats | None = None
@@ -153,20 +156,20 @@ class Metrics(Collector):
         self._is_loaded = self._is_loaded or state == "ready"
         if state == "dead":  # nothing under way will be told to end
             self._open.clear()
-            access_log.forget()
+            self._log.clear()
         access_log.engine_state(state)
 
     def submitted(self, request_id: str, num_prompt_tokens: int) -> None:
         self._open[request_id] = _Open(time.perf_counter())
         self._prompt_len.observe(num_prompt_tokens)
-        access_log.submitted(request_id)
+        self._log.submitted(request_id)
 
     def refused(self, reason: str, request_id: str | None = None) -> None:
         """`request_id` where it was submitted before."""
         self._refused[reason] += 1
         if request_id is not None:
             self._open.pop(request_id, None)
-            access_log.forget(request_id)
+            self._log.refused(request_id)
 
     def step(self, news: News) -> None:
         now = time.perf_counter()
@@ -182,7 +185,10 @@ class Metrics(Collector):
                 continue
             if request.has_ended:
                 del self._open[item.request_id]
-            if not any(chunk.token_ids for chunk in item.chunks):
+            for chunk in item.chunks:
+                if chunk.token_ids:
+                    break
+            else:
                 continue
             if request.last_s is not None:
                 last[request.last_s] += 1
@@ -206,7 +212,7 @@ class Metrics(Collector):
         if reason in ("stop", "length"):
             self._per_token.observe(metrics.tpot_s)
             self._whole.observe(metrics.e2e_s)
-        access_log.finished(output)
+        self._log.finished(output)
 
     def responded(self, method: str, route: str, status: int) -> None:
         """An HTTP answer ended. `route` is a path of ours or ``other``."""
@@ -226,12 +232,11 @@ class Metrics(Collector):
             yield histogram.family()
 
     def _infos(self) -> Iterable[Metric]:
-        build = {"version": version("octavo"), "python_version": platform.python_version()}
-        yield _labelled(GaugeMetricFamily, "octavo_build_info", "The running Octavo; always 1.", build)
+        yield _labelled(GaugeMetricFamily, "octavo_build_info", "The running Octavo; always 1.", self._build)
         card = self._card
-        if card is not None:
+        if card is not None and self.engine is not None:
             about = {
-                "model": card.name,
+                "model": model_names(self.engine, self.engine.settings)[0],
                 "device": card.device,
                 "dtype": card.dtype,
                 "kv_cache_dtype": card.kv_cache_dtype,
@@ -334,6 +339,5 @@ router = APIRouter()
 async def metrics(request: Request) -> Response:
     """The counts in Prometheus' text form, or in OpenMetrics' where the Accept header asks for it."""
     own: Metrics = request.app.state.metrics
-    own.engine = request.app.state.engine
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(own.registry), headers={"Content-Type": content_type})
