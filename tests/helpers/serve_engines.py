@@ -38,6 +38,7 @@ CARD = ModelCard(
 class _Request:
     def __init__(self, request_id: str, params: SamplingParams) -> None:
         self.request_id = request_id
+        self.stream = True
         self.first_scheduled_s: float | None = None
         self.chunks: deque[StreamChunk] = deque()
         self.choice = CompletionOutput(0, "", [], None)

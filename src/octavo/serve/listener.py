@@ -22,13 +22,14 @@ class EngineListener(Protocol):
         """A request was sent to the engine."""
 
     def step(self, news: News) -> None:
-        """A step ended (or an abort was carried out: then `news.num_tokens` is 0)."""
+        """A step ended (or there was none, and `news.num_tokens` is 0: an abort, a sign of life)."""
 
     def finished(self, output: RequestOutput) -> None:
-        """A request ended in the engine: stop, length, abort or error. Once for each accepted request."""
+        """A request ended in the engine: stop, length, abort or error. Once for each that was not refused."""
 
     def refused(self, reason: str, request_id: str | None = None) -> None:
-        """A request was not served: ``invalid``, ``capacity``, ``overloaded``, ``timeout``, or a state.
+        """A request was not served: ``invalid``, ``capacity``, ``overloaded``, ``timeout``, ``error``
+        (it was not the request's fault), or a state.
 
         `request_id`: it had been submitted, and the engine refused it; it will not be finished.
         """
