@@ -73,6 +73,15 @@ def test_tokenize_and_back():
     assert ask("POST", "/detokenize", json={"tokens": [0, 1, 2]}).json() == {"prompt": "abc"}
 
 
+def test_tools_that_chat_refuses_are_not_tokenised():
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    for path in ("/tokenize", "/v1/chat/completions"):
+        response = ask("POST", path, settings=ServeSettings(tool_parser="none"), json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["message"].startswith("tools: this server was started with")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -96,8 +96,7 @@ def call_rules(body: ChatRequest, settings: ServeSettings) -> CallRules | None:
         return None
     if choice == "none":
         return None
-    if settings.tool_parser == "none":
-        raise ApiError(400, "tools: this server was started with tool_parser 'none'", param="tools")
+    check_tools(settings)
     functions = {tool.function.name: tool.function for tool in body.tools}
     many = body.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
@@ -116,6 +115,12 @@ def call_rules(body: ChatRequest, settings: ServeSettings) -> CallRules | None:
             )
     names = list(dict.fromkeys(names))
     return CallRules([functions[name] for name in names], must_call, many, len(names) < len(functions))
+
+
+def check_tools(settings: ServeSettings) -> None:
+    """Raises ApiError (400) where the server was started without tools."""
+    if settings.tool_parser == "none":
+        raise ApiError(400, "tools: this server was started with tool_parser 'none'", param="tools")
 
 
 def render_prompt(

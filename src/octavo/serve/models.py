@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from octavo.errors import RequestError
 from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
-from octavo.serve.chat_prompt import render_prompt
+from octavo.serve.chat_prompt import check_tools, render_prompt
 from octavo.serve.chat_protocol import ChatRequest, Message, Tool
 from octavo.serve.guard import body_size
 from octavo.serve.protocol import MAX_ITEMS, AnyObject, Body, Many
@@ -115,6 +115,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         raise ApiError(400, "messages: the list is empty; expected at least one", param="messages")
     else:
         settings: ServeSettings = request.app.state.settings
+        if body.tools:
+            check_tools(settings)
         chat = ChatRequest(
             messages=body.messages,
             tools=body.tools,
