@@ -176,6 +176,32 @@ def test_rows_of_other_kinds_come_and_go(loaded: LoadedModel, overlap: bool) -> 
     assert 0 < capture.num_replays < engine.stats().num_steps
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("with_neighbour", [False, True])
+def test_the_last_token_of_a_prompt_that_forks_is_no_decode_step(
+    loaded: LoadedModel, overlap: bool, with_neighbour: bool
+) -> None:
+    def answers(capture: Replaying | None) -> list[Any]:
+        engine = engine_for(
+            loaded, capture, max_num_batched_tokens=16, max_prefill_share=1.0, overlap=overlap
+        )
+        requests = []
+        if with_neighbour:
+            requests.append(engine.add_request([7, 8], SamplingParams(max_tokens=20, ignore_eos=True)))
+            engine.step()
+        # One token is left after the chunk that takes the whole step: 16 tokens, or 15 beside the neighbour.
+        prompt = list(range(16 if with_neighbour else 17))
+        params = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=1, ignore_eos=True)
+        requests.append(engine.add_request(prompt, params))
+        return outputs(engine, requests)
+
+    capture = Replaying()
+    found = answers(capture)
+    assert found == answers(None)
+    assert [reason for _, reason, _ in found] == ["length"] * len(found)
+    assert capture.num_replays > 3
+
+
 @pytest.mark.parametrize("options", PLAIN)
 def test_plain_rows_are_those_the_kernel_alone_draws(options: dict[str, Any]) -> None:
     assert is_plain(SamplingParams(**options))

@@ -171,7 +171,7 @@ class DecodeGraphs:
         What it leaves to collect is drawn by then, or being drawn; see `Sampler.launch`.
         """
         sequences = plan.sequences
-        if self._is_broken or plan.num_decode_rows != plan.num_tokens:
+        if self._is_broken or plan.forking or plan.num_decode_rows != plan.num_tokens:
             return None
         if not self._is_same(sequences):
             self._look_at(sequences)
