@@ -22,6 +22,7 @@ from octavo.serve.app import create_app
 from octavo.serve.messages import Observed as ObservedMessage
 from octavo.serve.messages import ToEngine, Watch
 from octavo.serve.metrics import Metrics
+from octavo.serve.observer import Observer
 from octavo.serve.settings import ServeSettings
 
 T = TypeVar("T")
@@ -160,6 +161,16 @@ def idle_payload() -> bytes:
     return json.dumps(message | {name: [] for name in lists}).encode()
 
 
+def next_payload(observer: Observer, is_full: bool) -> bytes:
+    """For one page at a time: whoever else watches misses what `is_full` leaves out."""
+    if is_full:
+        observer.start()
+        if not observer.is_first:
+            observer.payload()
+            return observer.snapshot()
+    return observer.payload()
+
+
 class Feed:
     """Payloads of a scheduler that steps only when told to: `step`, then `seen` by the page."""
 
@@ -168,10 +179,8 @@ class Feed:
         self.num_sent = 0
 
     def payload(self, is_full: bool) -> bytes:
-        if is_full:
-            self.engine.observer.start()
         self.num_sent += 1
-        return self.engine.observer.payload()
+        return next_payload(self.engine.observer, is_full)
 
     def seen(self, page: Page) -> None:
         """Wait until the page shows what the engine holds now."""

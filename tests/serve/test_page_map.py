@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.browser import page_of, running_browser
 from helpers.observed import Observed, busy_engine
-from helpers.page import Feed, page_server
+from helpers.page import Feed, next_payload, page_server
 from helpers.serve import running_server, wait_until
 from playwright.sync_api import Browser, Page
 
@@ -201,12 +201,10 @@ def test_a_thousand_requests_and_fifty_thousand_blocks_are_smooth(browser: Brows
         engine.step()
 
     def payload(is_full: bool) -> bytes:
-        if is_full:
-            engine.observer.start()
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 1000:
             engine.add([len(engine.requests) % 5] * 336 + [7, len(engine.requests) % 50] * 182, 500)
         engine.step()
-        return engine.observer.payload()
+        return next_payload(engine.observer, is_full)
 
     with page_server(payload=payload) as server, page_of(browser, server.url) as page:
         wait_until(lambda: len(page.inner_text("#running")) > 2, seconds=60)
