@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from octavo.models.registry import LoadedModel, load_model
 from octavo.sampling_params import SamplingParams
 
 VOCAB_SIZE = 101
-HOST_ONLY = ("_sequences", "_owners", "_ints", "_options", "_top_k", "_plain", "_filters", "_batches")
+HOST_ONLY = ("_seq_ids", "_owners", "_ints", "_options", "_top_k", "_plain", "_filters", "_batches")
 
 
 class Replaying:
@@ -200,6 +201,24 @@ def test_the_last_token_of_a_prompt_that_forks_is_no_decode_step(
     assert found == answers(None)
     assert [reason for _, reason, _ in found] == ["length"] * len(found)
     assert capture.num_replays > 3
+
+
+def test_finished_requests_are_let_go_of(loaded: LoadedModel) -> None:
+    def kept() -> list[str]:
+        gc.collect()
+        found = [thing.request_id for thing in gc.get_objects() if type(thing) is Request]
+        return [name for name in found if name.startswith("mine")]
+
+    engine = engine_for(loaded, Replaying(), overlap=True)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=5)
+    for i in range(6):
+        engine.add_request([i + 1, 3], params, request_id=f"mine {i}")
+    engine.step()
+    assert len(kept()) == 6
+    outputs(engine, [])
+    # The sampler keeps the sequences of its last batch, so another one follows.
+    outputs(engine, [engine.add_request([9], SamplingParams(max_tokens=3, ignore_eos=True))])
+    assert kept() == []
 
 
 @pytest.mark.parametrize("options", PLAIN)

@@ -15,7 +15,6 @@ rows were given, and, when other sequences run than in the step before, which ro
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -146,13 +145,14 @@ class DecodeGraphs:
         self._cu_seqlens_q = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
 
         # What the host knows: of each row, filled when a sequence first stands there, and of the last step.
-        self._owners: list[Sequence | None] = [None] * num_rows
+        # Sequences go by their ids, since to hold them is to hold what finished requests leave behind.
+        self._owners = [-1] * num_rows
         self._ints = np.zeros((2, num_rows), dtype=np.int64)  # seed, prompt length
         self._options = np.zeros((4, num_rows), dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int32)
         self._plain = np.zeros(num_rows, dtype=bool)
         self._filters = np.zeros(num_rows, dtype=bool)
-        self._sequences: list[Sequence] = []
+        self._seq_ids: list[int] = []
         self._are_plain = False
         self._have_filters = False
         self._is_placed = False
@@ -194,22 +194,22 @@ class DecodeGraphs:
     # The host's side
 
     def _is_same(self, sequences: list[Sequence]) -> bool:
-        return len(sequences) == len(self._sequences) and all(map(operator.is_, sequences, self._sequences))
+        return [seq.seq_id for seq in sequences] == self._seq_ids
 
     def _look_at(self, sequences: list[Sequence]) -> None:
         owners = self._owners
         for seq in sequences:
-            if owners[seq.row] is not seq:
+            if owners[seq.row] != seq.seq_id:
                 self._fill(seq)
         rows = [seq.row for seq in sequences]
-        self._sequences = list(sequences)
+        self._seq_ids = [seq.seq_id for seq in sequences]
         self._are_plain = bool(self._plain[rows].all())
         self._have_filters = bool(self._filters[rows].any())
         self._is_placed = False
 
     def _fill(self, seq: Sequence) -> None:
         row = seq.row
-        self._owners[row] = seq
+        self._owners[row] = seq.seq_id
         self._plain[row] = is_plain(seq.params)
         options = kernel_row(seq, self._vocab_size)
         self._ints[:, row] = options.seed, seq.num_prompt_tokens
