@@ -271,6 +271,26 @@ def test_a_lost_payload_has_the_page_begin_anew(browser: Browser) -> None:
         assert len(engine.cache.block_table(0)) == 4
 
 
+def test_the_charts_of_another_engine_begin_anew(browser: Browser) -> None:
+    last_step = "async () => (await import('/page/main.js')).timeline.last"
+    expected = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE", "ERR_CONNECTION_RESET")
+    engine, other = (Observed(num_blocks=64, block_size=4) for _ in range(2))
+    feed, other_feed = Feed(engine), Feed(other)
+    with (
+        page_server(payload=feed.payload, period_s=0.02) as server,
+        page_of(browser, server.url, expected=expected) as page,
+    ):
+        server.call(lambda: engine.add([1] * 9, max_tokens=50))
+        server.call(engine.step)
+        feed.seen(page)
+        wait_until(lambda: page.evaluate(last_step) is not None)
+        server.stop()
+        page.wait_for_selector('#state[data-state="lost"]')
+        with page_server(payload=other_feed.payload, period_s=0.02, port=server.port):
+            page.wait_for_selector('#state[data-state="ready"]')
+            wait_until(lambda: page.evaluate(last_step) is None)
+
+
 def test_a_page_that_nobody_sees_does_not_watch(browser: Browser) -> None:
     hide = """(isHidden) => {
         Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });

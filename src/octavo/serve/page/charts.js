@@ -34,11 +34,6 @@ export class Sparkline {
     this.draw();
   }
 
-  clear() {
-    this.#values = [];
-    this.draw();
-  }
-
   draw() {
     const { context, width, height } = prepare(this.canvas);
     if (this.#values.length < 2 || !width) return;

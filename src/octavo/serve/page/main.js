@@ -96,9 +96,14 @@ function setState(state, reason = "") {
   $("map-empty").hidden = engine.numBlocks > 0;
 }
 
-function onPayload(message) {
+function onPayload(message, isFirst) {
   const changes = engine.apply(message);
   if (changes.isFull) onFull();
+  if (isFirst) {
+    // What was drawn before may be another engine's, and what came since was missed.
+    gauges.clear();
+    timeline.clear();
+  }
   map.update(changes);
   timeline.push(changes.steps);
   table.update();
@@ -111,7 +116,6 @@ function onFull() {
   const { num_blocks: numBlocks, block_size: size } = engine.facts;
   $("map-facts").textContent = `${numBlocks.toLocaleString()} blocks of ${size} tokens`;
   $("map-empty").hidden = true;
-  gauges.clear();
 }
 
 function showCounts() {
@@ -159,12 +163,14 @@ async function listen() {
   for (let attempt = 0; ; attempt++) {
     if (document.hidden) await happening("visibilitychange");
     listening = new AbortController();
+    let isFirst = true;
     try {
       for await (const { event, data } of events("v1/engine/events", { signal: listening.signal })) {
         if (event === "status") onStatus(JSON.parse(data));
         else {
           attempt = 0;
-          onPayload(JSON.parse(data));
+          onPayload(JSON.parse(data), isFirst);
+          isFirst = false;
         }
       }
       if (!["dead", "draining"].includes($("state").dataset.state)) setState("lost");
