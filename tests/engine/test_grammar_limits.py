@@ -103,6 +103,20 @@ def test_what_hurts_is_refused_and_the_next_is_served(engine: Engine, name: str)
     assert good.output.outputs[0].text in ("yes", "no")
 
 
+@pytest.mark.parametrize(
+    ("hurtful", "problem"),
+    [
+        (StructuredOutput(json_schema={"$ref": "#"}), "no text satisfies it, or only one that never ends"),
+        (StructuredOutput(regex=".*" * 300), "it is too large; make it simpler"),
+    ],
+)
+def test_a_refusal_speaks_of_what_its_reader_can_change(
+    engine: Engine, hurtful: StructuredOutput, problem: str
+):
+    with pytest.raises(RequestError, match=rf"^structured_output: \w+ cannot be used: {problem}$"):
+        engine.add_request([1], structured(hurtful))
+
+
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_only_looks_hurtful_is_served(engine: Engine, name: str):
     request = engine.add_request([1, 2], structured(HARMLESS[name], max_tokens=24))

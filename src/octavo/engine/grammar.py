@@ -44,6 +44,10 @@ _MAX_MASK_THREADS = 16
 _MAX_SERIAL_CPUS = 4
 _MAX_FORCED_CHARS = 512
 _MAX_ERROR_CHARS = 300
+_MEANINGS = {
+    "NoExtensionBias": "no text satisfies it, or only one that never ends",
+    "increase limits.": "it is too large; make it simpler",
+}
 _NO_MESSAGE = re.compile(r"\s*$|\s*\d* *\||\s*\^|<")
 
 
@@ -342,7 +346,10 @@ def _refusal(name: str, problem: str) -> RequestError:
 
 
 def _shortened(problem: str) -> str:
-    """llguidance's message, without the source lines and the insides of its own that it shows."""
+    """llguidance's message, without the source lines and the insides of its own that it shows or names."""
+    for sign, meaning in _MEANINGS.items():
+        if sign in problem:
+            return meaning
     lines = [line.strip() for line in problem.splitlines() if not _NO_MESSAGE.match(line)]
     text = "; ".join(lines)
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}..."
