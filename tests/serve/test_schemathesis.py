@@ -77,8 +77,8 @@ def test_what_the_document_allows_gets_an_answer_that_it_promises(operations, na
     statuses = answers(operations[name], GenerationMode.POSITIVE)
     # What no document can say (an unknown model, a prompt that is too long) is refused all the same.
     assert set(statuses) <= {200, 400, 404}
-    if name == "POST /v1/responses":
-        assert statuses[200] > 10
+    if name != "GET /v1/models/{model}":  # the document does not say which names there are
+        assert statuses[200] > 0
 
 
 @pytest.mark.parametrize("name", WITH_BODY)

@@ -1,5 +1,7 @@
 """`ServeSettings`: what is refused, by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from octavo.errors import ConfigError
@@ -62,9 +64,9 @@ def test_keys_are_checked_and_never_shown(keys):
 def test_lists_become_tuples_and_replace_checks():
     settings = ServeSettings(served_model_names=["a"], drain_s=0)
     assert settings.served_model_names == ("a",)
-    assert settings.replace(port=0).port == 0
+    assert replace(settings, port=0).port == 0
     with pytest.raises(ConfigError):
-        settings.replace(port=-1)
+        replace(settings, port=-1)
 
 
 def test_origins_are_what_browsers_send():

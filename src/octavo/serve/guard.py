@@ -103,7 +103,7 @@ class ApiKeys:
             if has_one
             else "this server needs an API key: send the header 'Authorization: Bearer KEY'"
         )
-        error = ApiError(401, message, type="invalid_request_error", headers={"WWW-Authenticate": "Bearer"})
+        error = ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
         await error.response()(scope, receive, send)
 
     def _is_known(self, scope: Scope) -> bool:

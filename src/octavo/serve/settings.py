@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Never
 
 from octavo.errors import ConfigError, nearest, shown
@@ -76,10 +76,6 @@ class ServeSettings:
             if name not in known:
                 raise ConfigError(f"unknown server option {name!r}{nearest(name, known)}")
         return cls(**options)
-
-    def replace(self, **changes: Any) -> ServeSettings:
-        """New settings with some values changed; checked like any other."""
-        return replace(self, **changes)
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
