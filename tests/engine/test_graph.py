@@ -331,8 +331,9 @@ def test_changes_bring_a_copy_of_the_table_up_to_date() -> None:
     tables: dict[int, list[int]] = {}
     batches = BatchBuilder(lambda seq_id: tables[seq_id], num_rows=4, max_blocks_per_row=6, block_size=4)
     assert batches.track_changes() == 6
-    assert batches.take_changes(torch.device("cpu")) is None
-    copy = torch.full((4, 6), -1, dtype=torch.int32)
+    copy = torch.full((5, 6), -1, dtype=torch.int32)
+    batches.update(copy)
+    assert bool((copy == -1).all())
     sequences = []
     for i in range(4):
         request = Request(str(i), [1], SamplingParams(), seeds=[0], first_seq_id=i, arrival=i)
@@ -350,11 +351,31 @@ def test_changes_bring_a_copy_of_the_table_up_to_date() -> None:
             seq.num_covered_tokens = 4 * len(tables[seq.seq_id])
         batches.sync_rows(sequences)
         if rng.random() < 0.5:
-            changes = batches.take_changes(torch.device("cpu"))
-            assert changes is not None
-            assert len(set(changes[0].tolist())) == len(changes[0]), "an entry comes twice: which one stays?"
-            assert batches.take_changes(torch.device("cpu")) is None, "they were taken"
-            copy.view(-1).index_copy_(0, *changes)
+            batches.update(copy)
             for seq in sequences:
                 table = tables[seq.seq_id]
                 assert copy[seq.row, : len(table)].tolist() == table
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_changes_that_did_not_arrive_are_sent_again(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {0: [5, 3], 1: [8]}
+    batches = BatchBuilder(lambda seq_id: tables[seq_id], num_rows=2, max_blocks_per_row=3, block_size=4)
+    batches.track_changes()
+    copy = torch.full((2, 3), -1, dtype=torch.int32)
+    for i, table in tables.items():
+        (seq,) = Request(str(i), [1], SamplingParams(), seeds=[0], first_seq_id=i, arrival=i).sequences
+        seq.row, seq.num_covered_tokens = i, 4 * len(table)
+        batches.sync_rows([seq])
+
+    def broken(*arguments: object) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_copy_", broken)
+        with pytest.raises(error):
+            batches.update(copy)
+    batches.update(copy)
+    assert copy.tolist() == [[5, 3, -1], [8, -1, -1]]

@@ -108,34 +108,35 @@ class BatchBuilder:
                 row[synced:num_blocks] = blocks[synced:]
                 if synced == 0:
                     row[num_blocks:] = -1  # the row's last owner may have had more
-                seq.num_synced_blocks = num_blocks
                 if changes is not None:
                     first, _ = changes.get(seq.row, (synced, num_blocks))
                     changes[seq.row] = min(first, synced), num_blocks
+                seq.num_synced_blocks = num_blocks
 
     def track_changes(self) -> int:
-        """From now on keep what `take_changes` hands out; returns the entries of a row."""
+        """From now on keep what `update` is to copy; returns the entries of a row."""
         self._changes = {}
         return self._table.shape[1]
 
-    def take_changes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What is new in the table since the last call: (N,) int64 places in it, flattened, and (N,) int32
-        entries, under way to the device; None when nothing is.
+    def update(self, table: torch.Tensor) -> None:
+        """Write what is new since the last call into `table`, a contiguous int32 copy of ours on any device,
+        perhaps with more rows. Nothing waits for a GPU to be done with it.
 
-        Entries past a row's blocks are left as they were.
+        Entries past a row's blocks are left as they were. A call that raises is made up for by the next one.
         """
-        changes, table = self._changes, self._table
+        changes = self._changes
         assert changes is not None, "nobody tracks changes"
         if not changes:
-            return None
+            return
+        num_columns = self._table.shape[1]
         places = [
-            np.arange(row * table.shape[1] + first, row * table.shape[1] + last)
+            np.arange(row * num_columns + first, row * num_columns + last)
             for row, (first, last) in changes.items()
         ]
         at = np.concatenate(places)
+        table.view(-1).index_copy_(0, *_upload([at, self._table.reshape(-1)[at]], table.device))
+        # Only now: rows of sequences that outlive a step that broke before count on it.
         changes.clear()
-        found = _upload([at, table.reshape(-1)[at]], device)
-        return found[0], found[1]
 
 
 def pack_batch(

@@ -245,9 +245,7 @@ class DecodeGraphs:
 
     def _upload_changes(self, sequences: list[Sequence]) -> None:
         self._batches.sync_rows(sequences)
-        changes = self._batches.take_changes(self._device)
-        if changes is not None:
-            self._block_tables.view(-1).index_copy_(0, *changes)
+        self._batches.update(self._block_tables)
 
     # The device's side
 
