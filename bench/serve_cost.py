@@ -1,7 +1,8 @@
 """What HTTP costs: tokens a second through `octavo serve`, against the same engine called directly.
 
-python bench/serve_cost.py                       smollm2-135m, 64 requests of 64 to 128 tokens, 3 pairs of
-runs python bench/serve_cost.py MODEL --num-seqs 256 --engine gpu_memory_utilization=0.4
+python bench/serve_cost.py       smollm2-135m, 64 requests of 64 to 128 tokens, 3 pairs of runs
+
+python bench/serve_cost.py MODEL --num-seqs 256 --engine gpu_memory_utilization=0.4
 
 Both engines are loaded once and stay; runs alternate, each pair with prompts of its own, so that neither
 finds the other's in a cache. Through HTTP every request is a stream of its own, and all are sent at once.

@@ -1,6 +1,8 @@
 """The front's handle on the engine, over a scripted engine: queue, streams, ends, states."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -595,3 +597,29 @@ def test_a_watcher_ends_with_the_engine():
         await engine.close()
 
     run(test())
+
+
+def test_a_tokenizer_that_never_comes_does_not_keep_the_interpreter_from_its_end():
+    program = """
+import asyncio, threading
+from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.settings import ServeSettings
+
+class Link:
+    def send(self, message): pass
+    async def close(self, *, is_patient): pass
+
+class Listener:
+    def __getattr__(self, name): return lambda *arguments: None
+
+async def main():
+    engine = AsyncEngine(ServeSettings(), Listener())
+    engine.start(Link(), threading.Event().wait)
+    await asyncio.sleep(0)
+    await engine.close()
+
+asyncio.run(main())
+print("closed", flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "closed\n", "")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Literal, TypeVar
@@ -119,8 +120,19 @@ class AsyncEngine:
     def start(self, link: Link, load_text: Callable[[], Tokenizer | None]) -> None:
         """Use this link (`receive` and `lost` are its callbacks), and load the tokenizer in a thread."""
         self._link = link
-        loading = self._loop.run_in_executor(self._threads, load_text)
+        loading: asyncio.Future[Tokenizer | None] = self._loop.create_future()
         loading.add_done_callback(self._got_tokenizer)
+
+        def load() -> None:
+            try:
+                tokenizer, error = load_text(), None
+            except Exception as failure:
+                tokenizer, error = None, failure
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                self._loop.call_soon_threadsafe(_settle, loading, tokenizer, error)
+
+        # It may be downloading, which must not keep the interpreter from its end.
+        threading.Thread(target=load, name="octavo-tokenizer", daemon=True).start()
 
     # What everybody may ask
 
@@ -484,6 +496,14 @@ class AsyncEngine:
     def _send(self, message: ToEngine) -> None:
         if self._link is not None and self._state != "dead":
             self._link.send(message)
+
+
+def _settle(loading: asyncio.Future[T], result: T, error: Exception | None) -> None:
+    if not loading.done():
+        if error is None:
+            loading.set_result(result)
+        else:
+            loading.set_exception(error)
 
 
 def _front_tokenizer(config: EngineConfig) -> Tokenizer | None:

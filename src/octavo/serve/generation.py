@@ -133,7 +133,7 @@ class Generation:
 
     def _raise_error(self) -> None:
         if self.error is not None:
-            # A fresh one each time: an exception that is raised again grows its traceback.
+            # Raised again, by this reader or by others that failed with it, it would grow its traceback.
             raise self.error.with_traceback(None)
 
     async def _news(self) -> None:

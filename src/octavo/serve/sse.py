@@ -268,8 +268,8 @@ def error_event(error: Exception) -> bytes:
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns; it is cancelled when the client goes away, which raises ClientGone.
 
-    The request's body must have been read, as it is wherever FastAPI hands a route its fields. Generations
-    that `work` submits must be in an ``async with`` of it, so that they are aborted.
+    The request's body must have been read, as it is wherever FastAPI hands a route its fields. What `work`
+    submits it must abort when it is cancelled.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_until_gone(request.receive))
