@@ -151,13 +151,38 @@ def test_the_paged_function_outside_of_continuous_batching_is_an_error():
         paged_attention(module(), q, k, v, None)
 
 
-def test_packed_sequences_compute_no_gradients():
-    q, k, v = by_token(1, 3, 6, 16).requires_grad_(), by_head(1, 3, 2, 16), by_head(1, 3, 2, 16)
-    lens = torch.tensor([0, 1, 3], dtype=torch.int32)
+@pytest.mark.parametrize(
+    ("kind", "trained"),
+    [("llama", "q_proj"), ("llama", "k_proj"), ("llama", "v_proj"), ("gpt_oss-sinks-window", "sinks")],
+)
+def test_what_is_trained_alone_gets_its_gradients(kind, trained):
+    """Adapters of one projection: in the first layer, nothing else of attention needs a gradient."""
+    found = {}
+    for name in ("octavo", "eager"):
+        model = tiny_model(kind, name)
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in parameter_name)
+        ids = torch.tensor(prompts(11))
+        model(ids, labels=ids).loss.backward()
+        found[name] = [p.grad for p in model.parameters() if p.requires_grad]
+    assert len(found["eager"]) >= 2
+    for got, want in zip(found["octavo"], found["eager"], strict=True):
+        assert want.norm() > 1e-4
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("needy", ["query", "key", "value", "sinks"])
+def test_packed_sequences_compute_no_gradients(needy):
+    tensors = {"query": by_token(1, 3, 6, 16), "key": by_head(1, 3, 2, 16), "value": by_head(1, 3, 2, 16)}
+    tensors["sinks"] = torch.randn(6)
+    tensors[needy].requires_grad_()
+    q, k, v, sinks = tensors.values()
+    lens = torch.tensor([0, 3])
+    lengths = {"cu_seq_lens_q": lens, "cu_seq_lens_k": lens, "max_length_q": 3, "max_length_k": 3}
     with pytest.raises(UnsupportedKernelConfig, match=r"no gradients.*no_grad"):
-        attention(
-            module(), q, k, v, None, cu_seq_lens_q=lens, cu_seq_lens_k=lens, max_length_q=2, max_length_k=2
-        )
+        attention(module(), q, k, v, None, s_aux=sinks, **lengths)
+    with torch.no_grad():
+        attention(module(), q, k, v, None, s_aux=sinks, **lengths)
 
 
 def test_a_compiled_decoding_step_is_one_graph():

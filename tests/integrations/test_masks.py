@@ -133,10 +133,26 @@ def test_a_mask_that_somebody_made_is_obeyed(computed_by):
 
 
 def test_unpadded_plans_are_made_once():
-    first, again = octavo_mask(2, 4, 4), octavo_mask(2, 4, 4)
-    assert first is again
+    def rows():
+        return plans.of_mask(octavo_mask(2, 4, 4), 4, 4, None).rows
+
+    first = rows()
+    assert rows() is first
     with torch.inference_mode():
-        assert octavo_mask(2, 4, 4) is not first
+        assert rows() is not first
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_dense_mask_of_an_unpadded_plan_is_made_once_and_freed_with_its_mask(mode):
+    """The plan is remembered by its shape; its matrix, Q times T for each sequence, must not be."""
+    window = masking_utils.sliding_window_causal_mask_function(3)
+    with mode():
+        mask = octavo_mask(2, 9, 9, mask_function=window)
+        made = plans.of_mask(mask, 9, 9, 3).dense()
+        assert plans.of_mask(mask, 9, 9, 3).dense() is made
+        matrix = weakref.ref(made)
+        del mask, made
+        assert matrix() is None
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

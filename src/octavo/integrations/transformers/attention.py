@@ -60,7 +60,7 @@ def attention(
         and not (query.shape[2] == 1 and query.is_cuda and _is_launch_bound(key, plan, softcap, s_aux))
         and not dropout
         and position_bias is None
-        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
+        and not stock.needs_gradients(query, key, value, s_aux)
         and _has_kernel(module, query, value)
     ):
         return dense.attend(query, key, value, plan, scaling, softcap, s_aux), None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedKernelConfig
+from octavo.integrations.transformers.stock import needs_gradients
 from octavo.kernels import flash_attn_varlen_func, write_kv_cache
 from octavo.kernels.checks import MAX_HEAD_DIM
 
@@ -56,7 +57,7 @@ def attend(
     Raises:
         UnsupportedKernelConfig: gradients are needed, or no kernel has these head dimensions.
     """
-    if torch.is_grad_enabled() and query.requires_grad:
+    if needs_gradients(query, key, value, sinks):
         raise UnsupportedKernelConfig(
             "attn_implementation='octavo' computes no gradients over packed sequences. Wrap the call in "
             "torch.no_grad(), or pass an attention mask instead of cu_seq_lens_q."

@@ -13,6 +13,7 @@ What the host knows besides rides along as an attribute of that tensor. Where it
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -174,7 +175,10 @@ def unpadded(
     is_causal: bool = True,
 ) -> Tensor:
     """The plan, as a mask, of a batch without padding whose lengths the host knows."""
-    return _remembered(_unpadded, device)(batch, num_queries, num_keys, num_slots, window, device, is_causal)
+    made = _remembered(_unpadded, device)
+    plan = made(batch, num_queries, num_keys, num_slots, window, device, is_causal)
+    # A copy for each mask: the dense matrix that somebody may ask it for is freed with the mask.
+    return as_mask(plan if torch.compiler.is_compiling() else copy.copy(plan))
 
 
 def _remembered(make: _Make, device: torch.device) -> _Make:
@@ -205,7 +209,7 @@ def _unpadded(
     window: int | None,
     device: torch.device,
     is_causal: bool,
-) -> Tensor:
+) -> Plan:
     is_full = num_keys == num_slots
     rows = make_rows(batch, num_queries, num_keys, device)
-    return as_mask(Plan(rows, num_queries, num_slots, num_keys, window, is_causal=is_causal, is_full=is_full))
+    return Plan(rows, num_queries, num_slots, num_keys, window, is_causal=is_causal, is_full=is_full)

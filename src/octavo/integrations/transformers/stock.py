@@ -15,6 +15,11 @@ from octavo.integrations.transformers.plan import Plan
 Output = tuple[Tensor, Tensor | None]
 
 
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd wants a graph behind what these are used for; Octavo's kernels leave none."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def attend(
     module: torch.nn.Module,
     query: Tensor,
