@@ -122,6 +122,53 @@ def test_quantised_forms(tiny: str, quantization: str, bytes_per_weight: float, 
     assert 0 < difference < error * expected.std()
 
 
+@pytest.mark.parametrize("quantization", ["float16", "int8"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_where_a_token_goes_is_not_quantised(model_type: str, quantization: str, tmp_path: Path) -> None:
+    """Rounding a router sends tokens to other experts, and saves next to nothing."""
+    hf = tiny_hf_model(model_type)
+    mlp = load_model(saved(hf, tmp_path), quantization=quantization).model.layers[1].mlp
+    assert {mlp.gate_up.form, mlp.down.form} == {quantization}
+    expected = {
+        name: weight for name, weight in hf.state_dict().items() if name.startswith("model.layers.1.mlp.")
+    }
+    (router,) = (weight for name, weight in expected.items() if name.endswith("mlp.gate.weight"))
+    assert mlp.router.weight.form == "float32"
+    assert torch.equal(mlp.router.weight.dense(), router)
+    if model_type == "qwen2_moe":
+        assert mlp.shared.down.weight.form == quantization
+        assert mlp.shared_gate.weight.form == "float32"
+        gate = expected["model.layers.1.mlp.shared_expert_gate.weight"]
+        assert torch.equal(mlp.shared_gate.weight.dense(), gate)
+
+
+@pytest.mark.parametrize("quantization", ["float16", "int8"])
+def test_learned_positions_are_not_quantised(quantization: str, tmp_path: Path) -> None:
+    hf = tiny_hf_model("gpt2")
+    folder = saved(hf, tmp_path)
+    exact, loaded = load_model(folder), load_model(folder, quantization=quantization)
+    positions = loaded.model.positions.weight
+    assert torch.equal(positions.dense(), hf.transformer.wpe.weight)
+    assert loaded.model.embedding.weight.form == quantization
+    assert positions.nbytes == exact.model.positions.weight.nbytes
+    assert loaded.weights_nbytes == sum(held.nbytes for held in held_by(loaded.model))
+
+
+def held_by(model: Any) -> list[Any]:
+    """The packed weights and vectors of a GPT-2."""
+    linears = [
+        linear
+        for layer in model.layers
+        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down)
+    ]
+    norms = [norm for layer in model.layers for norm in (layer.attention_norm, layer.mlp_norm)] + [model.norm]
+    return [
+        model.embedding.weight, model.positions.weight,
+        *(part for linear in linears for part in (linear.weight, linear.bias)),
+        *(part for norm in norms for part in (norm.weight, norm.bias)),
+    ]  # fmt: skip
+
+
 # The kernels then keep the very tensor they are given, which must not be loading's scratch memory.
 def test_a_machine_that_cannot_pack(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.kernels.cpu.host.unfit_reason", lambda: "this test says so")

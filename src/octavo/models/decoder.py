@@ -183,12 +183,13 @@ def _read_mlp(parameters: Parameters, at: str) -> GatedMLP:
 def _read_experts(experts: ExpertsConfig, parameters: Parameters, at: str) -> ExpertsMLP:
     each = [f"{at}experts.{expert}." for expert in range(experts.num_experts)]
     has_shared = experts.shared_size > 0
+    # A rounded router sends tokens to other experts, and is a ten-thousandth of the weights.
     return ExpertsMLP(
-        router=parameters.linear(at + "gate"),
+        router=parameters.linear(at + "gate", is_quantised=False),
         gate_up=parameters.experts([(one + "gate_proj.weight", one + "up_proj.weight") for one in each]),
         down=parameters.experts([(one + "down_proj.weight",) for one in each]),
         num_per_token=experts.num_per_token,
         normalised=experts.normalised,
         shared=_read_mlp(parameters, at + "shared_expert.") if has_shared else None,
-        shared_gate=parameters.linear(at + "shared_expert_gate") if has_shared else None,
+        shared_gate=parameters.linear(at + "shared_expert_gate", is_quantised=False) if has_shared else None,
     )

@@ -68,7 +68,7 @@ class GPT2CausalLM:
     def __init__(self, config: ModelConfig, parameters: Parameters) -> None:
         self.config = config
         self.embedding = Embedding(parameters.matrix(EMBEDDING))
-        self.positions = Embedding(parameters.matrix(POSITIONS))
+        self.positions = Embedding(parameters.matrix(POSITIONS, is_quantised=False))
         self.layers = [_read_layer(config, parameters, layer) for layer in range(config.num_layers)]
         self.norm = parameters.layer_norm("transformer.ln_f", config.norm_eps)
         tied = parameters.ties_head(EMBEDDING, HEAD)

@@ -23,7 +23,8 @@ class Parameters:
     """Hands out a model's parameters, each read when it is asked for and packed before the next is.
 
     `dtype` is that of activations, biases and norms, `form` the packed form of matrices, `nbytes` the
-    memory of what was handed out so far. Memory beyond that is one matrix at a time.
+    memory of what was handed out so far. Memory beyond that is one matrix at a time. Where `form` rounds, the
+    few matrices asked for with `is_quantised=False` are in float32 form.
     """
 
     def __init__(
@@ -47,14 +48,16 @@ class Parameters:
         self._num_tensors = sum(not is_harmless(name) for name in checkpoint.shapes)
         self._buffer = torch.empty(0, dtype=dtype)
 
-    def matrix(self, *names: str) -> PackedWeight:
-        """The matrices `names`, stacked row-wise in that order, packed."""
+    def matrix(self, *names: str, is_quantised: bool = True) -> PackedWeight:
+        """The matrices `names`, stacked row-wise in that order, packed; exactly, unless `is_quantised`."""
         shape = self._stacked_shape(names)
+        is_smaller = self._form in ("float16", "int8")
+        form: Form = "float32" if is_smaller and not is_quantised else self._form
         # The dense form keeps the very tensor it is given; the others copy, so theirs can be used again.
-        is_kept = self._form == "dense" and self.device.type == "cpu"
+        is_kept = form == "dense" and self.device.type == "cpu"
         rows = torch.empty(shape, dtype=self._dtype) if is_kept else self._scratch(shape)
         self._read(names, rows)
-        packed = pack_weight(rows.to(self.device), self._form)
+        packed = pack_weight(rows.to(self.device), form)
         if packed.data.untyped_storage().data_ptr() == self._buffer.untyped_storage().data_ptr():
             # a machine that cannot pack: the form became dense
             packed = replace(packed, data=packed.data.clone())
@@ -82,9 +85,9 @@ class Parameters:
         self.nbytes += vector.nbytes
         return vector
 
-    def linear(self, *prefixes: str) -> Linear:
+    def linear(self, *prefixes: str, is_quantised: bool = True) -> Linear:
         """Projections of one input as one layer: each `prefix.weight`, and `prefix.bias` if there is one."""
-        weight = self.matrix(*(f"{prefix}.weight" for prefix in prefixes))
+        weight = self.matrix(*(f"{prefix}.weight" for prefix in prefixes), is_quantised=is_quantised)
         biases = [f"{prefix}.bias" for prefix in prefixes]
         has_bias = biases[0] in self._checkpoint.shapes
         return Linear(weight, self.vector(*biases) if has_bias else None)
