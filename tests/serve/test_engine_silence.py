@@ -11,6 +11,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.messages import Abort, Accepted, News, Ready, Refused, ToEngine, ToFront
 from octavo.serve.settings import ServeSettings
+from octavo.text.tokenizer import Tokenizer
 
 PARAMS = SamplingParams(max_tokens=5)
 
@@ -120,11 +121,16 @@ def test_a_tokenizer_that_fails_as_the_model_is_loaded_fails_the_loading() -> No
     async def test() -> None:
         listener = NullListener()
         engine = AsyncEngine(ServeSettings(), listener)
-        loading: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        engine._loop = _Loop(engine._loop, loading)  # type: ignore[assignment]
-        engine.start(Link(), lambda: None)
+        engine._loop = loop = _Loop(engine._loop)  # type: ignore[assignment]
+
+        def load_text() -> Tokenizer:
+            raise ModelError("tokenizer.json is broken")
+
+        engine.start(Link(), load_text)
+        await eventually(lambda: loop.calls)
         # Both in one turn of the event loop, before anybody has looked at the first.
-        loading.set_exception(ModelError("tokenizer.json is broken"))
+        call, *arguments = loop.calls.pop()
+        call(*arguments)
         engine.receive(Ready(CARD))
         with pytest.raises(ModelError, match=r"tokenizer\.json is broken"):
             await engine.until_ready()
@@ -136,13 +142,14 @@ def test_a_tokenizer_that_fails_as_the_model_is_loaded_fails_the_loading() -> No
 
 
 class _Loop:
-    """An event loop whose executor answers with one future."""
+    """An event loop that keeps what threads would have it call."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any]) -> None:
-        self._loop, self._answer = loop, answer
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.calls: list[tuple[Any, ...]] = []
 
-    def run_in_executor(self, *_: Any) -> asyncio.Future[Any]:
-        return self._answer
+    def call_soon_threadsafe(self, *call: Any) -> None:
+        self.calls.append(call)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
