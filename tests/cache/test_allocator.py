@@ -98,3 +98,19 @@ def test_check_finds_damage(damage, message) -> None:
     damage(allocator)
     with pytest.raises(AssertionError, match=message):
         allocator.check()
+
+
+def test_reset_makes_every_block_free_whatever_state_it_was_in() -> None:
+    allocator = BlockAllocator(5)
+    allocator.allocate(4)
+    allocator.release(0, keep=True)
+    allocator.release(1, keep=False)
+    allocator._free.pop()  # a block in no state, and one that counts an owner nobody is
+    allocator.record_changes(True)
+    allocator.reset()
+    allocator.check()
+    assert (allocator.num_free, allocator.num_cached, allocator.num_owned) == (5, 0, 0)
+    assert allocator.take_changes().touched == {0, 1, 2, 3, 4}
+    allocation = allocator.allocate(5)
+    assert allocation is not None
+    assert allocation.block_ids == [0, 1, 2, 3, 4]

@@ -132,6 +132,14 @@ class BlockAllocator:
         self._free.extend(reversed(self._cached))
         self._cached.clear()
 
+    def reset(self) -> None:
+        """Make every block free, whatever an interrupted call left behind."""
+        if self._changes is not None:
+            self._changes.touched.update(range(self.num_blocks))
+        self.ref_counts = [0] * self.num_blocks
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._cached.clear()
+
     def cached_in_order(self) -> list[int]:
         """The cached blocks, the next one to be evicted first."""
         return list(self._cached)

@@ -255,10 +255,11 @@ class KVCacheManager:
             self._index.drop(table.position)
 
     def close_all(self) -> None:
-        """Close every open sequence and forget all contents: what an interrupted call wrote is not known."""
-        for seq_id in list(self._tables):
-            self.close(seq_id)
-        self.reset_prefix_cache()
+        """Close every open sequence and forget all contents, whatever an interrupted call left behind."""
+        # Not block by block: counts, lists and tables may disagree.
+        self._tables.clear()
+        self._index.clear()
+        self._allocator.reset()
 
     def reset_prefix_cache(self) -> None:
         """Forget all contents: cached blocks become free, hits made before are void.

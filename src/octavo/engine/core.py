@@ -187,8 +187,10 @@ class Engine:
                 return []
             record = self._under_way[0].record
             changed = self._collect()
+            self._forget_finished(changed)
         except BaseException as error:
             changed = self._fail(error)
+            self._forget_finished(changed)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -198,7 +200,6 @@ class Engine:
         if self.trace and record is not None:
             waiting, running = self.scheduler.waiting, self.scheduler.running
             self.trace.end(record, self._clock() - began, len(waiting), len(running))
-        self._forget_finished(changed)
         return changed
 
     def _launch_steps(self, began: float) -> None:
@@ -280,8 +281,8 @@ class Engine:
 
     def _end_all(self, error: BaseException) -> list[Request]:
         self._under_way.clear()
-        self.scheduler.reset()
         requests = list(self.requests.values())
+        self.scheduler.reset(requests)
         self._end(requests, error, even_finished=True)
         return requests
 

@@ -22,6 +22,7 @@ takes only from sequences that are not under way (`may_preempt`).
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Final
 
@@ -129,12 +130,16 @@ class Scheduler:
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
 
-    def reset(self) -> None:
-        """End everything at once, whatever state an interrupted call left behind."""
-        for seq in {*self.waiting, *self.running}:
-            for member in seq.request.sequences:
-                member.status = Status.FINISHED
-                member.row = -1
+    def reset(self, requests: Iterable[Request]) -> None:
+        """End everything at once, whatever state an interrupted call left behind.
+
+        `requests` are all that were added and may be unfinished: a sequence on its way from one queue to the
+        other is in neither.
+        """
+        for request in requests:
+            for seq in request.sequences:
+                seq.status = Status.FINISHED
+                seq.row = -1
         self.waiting.clear()
         self.running.clear()
         self.cache.close_all()
