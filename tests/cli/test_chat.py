@@ -132,7 +132,7 @@ def test_a_failed_answer_is_told_and_forgotten(conversation, monkeypatch, capsys
         raise RuntimeError("no such instruction")
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversation.llm.engine.runner, "execute", broken)
+        patch.setattr(conversation.llm.engine.runner, "launch", broken)
         conversation.answer("two")
     assert capsys.readouterr().err == ("octavo: error: the step failed: RuntimeError: no such instruction\n")
     assert conversation.failed
