@@ -89,6 +89,8 @@ def check_that_it_goes_on(engine: Engine, requests: list[Request]) -> None:
         (Scheduler, "_release"),
         (Scheduler, "finish"),
         (OutputProcessor, "_emit"),
+        (OutputProcessor, "_end_finished"),
+        (OutputProcessor, "process"),
         (scheduler_module, "insort"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

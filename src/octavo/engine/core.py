@@ -287,10 +287,11 @@ class Engine:
         return requests
 
     def _end(self, requests: list[Request], error: BaseException, *, even_finished: bool = False) -> None:
+        unfinished = [request for request in requests if request.output is None]
         what = f"the step failed: {type(error).__name__}: {error}"
-        logger.error("%s; %d requests end with it", what, len(requests))
+        logger.error("%s; %d requests end with it", what, len(unfinished))
         logger.debug("the failed step", exc_info=error)
-        for request in requests:
+        for request in unfinished:
             self.output.fail(request, what, self._clock(), even_finished=even_finished)
         self._forget_finished(requests)
 
