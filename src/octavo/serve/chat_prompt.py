@@ -61,9 +61,17 @@ async def prepare_chat(
     """
     tokenizer = engine.tokenizer
     calls = call_rules(body, settings)
-    prompt, token_ids = await engine.off_loop(
-        body_size.get(), lambda: _encode(body, tokenizer, settings, has_tools=calls is not None)
-    )
+    try:
+        prompt, token_ids = await engine.off_loop(
+            body_size.get(), lambda: _encode(body, tokenizer, settings, has_tools=calls is not None)
+        )
+    except RequestError as error:
+        # What the tokenizer calls the prompt is the client's messages.
+        head, _, problem = str(error).partition("prompt: ")
+        if head or not problem:
+            raise
+        name = "messages" if format_field == "response_format" else "input"
+        raise ApiError(400, f"{name}: {problem}", param=name) from error
     reasons: bool | None = None
     if _reasons(tokenizer, settings):
         reasons = reasoning.prompt_opens_reasoning(prompt)
