@@ -32,7 +32,7 @@ def test_the_largest_step(limits: tuple[int, int, int], num_new: list[int]) -> N
     assert lengths == [*num_new[:-1], limits[2]]
 
 
-@pytest.mark.parametrize("limits", [(1, 1, 1), (6, 40, 100), (256, 512, 4096), (5, 3, 2)])
+@pytest.mark.parametrize("limits", [(1, 1, 1), (6, 40, 100), (256, 512, 4096), (5, 3, 2), (7, 900, 60)])
 def test_every_step_is_one_that_could_be_scheduled(limits: tuple[int, int, int]) -> None:
     config = config_of(*limits)
     shapes = list(steps_to_compile(config))
@@ -44,6 +44,19 @@ def test_every_step_is_one_that_could_be_scheduled(limits: tuple[int, int, int])
     assert max(max(new) for new, _ in shapes) == min(limits[1], limits[2])
     assert {max(lengths) for _, lengths in shapes} >= {1, limits[2]}
     assert largest_step(config) in shapes
+
+
+@pytest.mark.parametrize(
+    "limits", [(64, 1000, 4096), (64, 300, 4096), (1, 1000, 4096), (64, 8192, 256), (3, 8192, 256), (5, 7, 1)]
+)
+def test_steps_of_every_power_of_two_are_tried_and_the_largest(limits: tuple[int, int, int]) -> None:
+    """Kernels over all tokens of a step are compiled apart by how many there are, in classes that double."""
+    num_seqs, budget, longest = limits
+    most = min(budget, num_seqs * longest)
+    sizes = {sum(num_new) for num_new, _ in steps_to_compile(config_of(*limits))}
+    assert sizes >= {most, *(2**i for i in range(14) if 2**i <= most)}
+    num_rows = {len(num_new) for num_new, _ in steps_to_compile(config_of(*limits)) if max(num_new) == 1}
+    assert num_rows >= {2**i for i in range(14) if 2**i <= min(num_seqs, budget)}
 
 
 def test_a_step_over_nothing_spelled_out() -> None:

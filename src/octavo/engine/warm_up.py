@@ -53,7 +53,11 @@ def steps_to_compile(config: EngineConfig) -> Iterator[Shape]:
     for batch in _powers_of_two(most):
         yield [1] * batch, [1] * batch
         yield [1] * batch, [longest] + [1] * (batch - 1)
-    for num_tokens in _powers_of_two(min(longest, budget)):
+    for num_tokens in _powers_of_two(min(longest * most, budget)):
+        if num_tokens > longest:
+            num_new = _prompts(num_tokens, longest)
+            yield num_new, num_new
+            continue
         yield [num_tokens], [num_tokens]
         yield [num_tokens], [longest]
         if num_tokens < budget and most > 1:
@@ -89,4 +93,10 @@ def sequences(num: int, params: SamplingParams) -> list[Sequence]:
 
 def _powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... and `most` itself."""
-    return sorted({most, *(1 << i for i in range(most.bit_length() - 1))})
+    return sorted({most, *(1 << i for i in range(most.bit_length()))})
+
+
+def _prompts(num_tokens: int, longest: int) -> list[int]:
+    """The lengths of as few prompts as have that many tokens together."""
+    num_whole, left = divmod(num_tokens, longest)
+    return [longest] * num_whole + [left] * (left > 0)
