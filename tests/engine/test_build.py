@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from helpers.models import saved, tiny_hf_model
 
+from octavo.cache.spec import KVCacheSpec
 from octavo.config import EngineConfig
 from octavo.engine import build
 from octavo.errors import CapacityError
@@ -58,3 +62,20 @@ def test_a_size_that_was_said_is_kept_or_refused(loaded: LoadedModel) -> None:
         build.build_engine(EngineConfig(model="m", max_num_batched_tokens=2048), loaded, None)
     engine = build.build_engine(EngineConfig(model="m", max_num_batched_tokens=700), loaded, None)
     assert engine.config.max_num_batched_tokens == 700
+
+
+def test_memory_is_kept_free_for_all_that_steps_under_way_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = KVCacheSpec(2, 2, 8)
+    monkeypatch.setattr(build, "_largest_step_bytes", lambda *_: 0)
+    monkeypatch.setattr(build, "_free_bytes", lambda _: 2**24)
+    loaded: Any = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(vocab_size=1000))
+
+    def num_blocks(**options: Any) -> int:
+        config = EngineConfig(model="m", max_num_seqs=64, max_model_len=10**6, **options)
+        return build._num_blocks(config, loaded, spec)
+
+    alone = num_blocks(overlap=False)
+    # Each holds the model's logits and, where options change some, a changed copy of all: 4 bytes an entry.
+    held = 3 * 64 * 1000 * (4 + 4)
+    expected = (2**24 - held) / 2**24
+    assert num_blocks(overlap=True, run_ahead=3) / alone == pytest.approx(expected, rel=1e-3)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from octavo.config import EngineConfig
-from octavo.engine.warm_up import empty_step, largest_step, sequences, steps_to_compile
+from octavo.engine import sampler
+from octavo.engine.warm_up import SAMPLING, empty_step, largest_step, sequences, steps_to_compile
 from octavo.sampling_params import SamplingParams
 
 
@@ -69,6 +72,29 @@ def test_a_step_over_nothing_spelled_out() -> None:
     assert batch.metadata.block_table.tolist() == [[0, 0, 0], [0, 0, 0]]
     assert (batch.metadata.max_seqlen_q, batch.metadata.max_seqlen_k) == (3, 9)
     assert batch.logits_rows.tolist() == [2, 3]
+
+
+def test_sampling_over_nothing_takes_the_memory_of_every_way_to_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = torch.randn(4, 50)
+    seen = []
+
+    def sample(work: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append("a changed copy" if work is not logits else "raw")
+        return draw(work, **options)
+
+    def logprob_tables(*arguments: Any) -> Any:
+        seen.append("log probabilities")
+        return tables(*arguments)
+
+    draw, tables = sampler.sampling.sample, sampler.logprob_tables
+    monkeypatch.setattr(sampler.sampling, "sample", sample)
+    monkeypatch.setattr(sampler, "logprob_tables", logprob_tables)
+    chooses = sampler.Sampler(50, with_kernel=True)
+    for params in SAMPLING:
+        assert chooses.sample(logits, sequences(4, params)).errors == {}
+    assert set(seen) == {"raw", "a changed copy", "log probabilities"}
 
 
 def test_sequences_for_the_sampler() -> None:

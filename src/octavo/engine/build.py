@@ -163,8 +163,8 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
             step_bytes = _largest_step_bytes(config, loaded, spec)
             if config.uses_graphs:
                 step_bytes *= 2  # the graphs keep what a decode step takes to themselves
-            if config.overlap:  # steps under way keep their logits until they are collected
-                step_bytes += config.run_ahead * config.max_num_seqs * loaded.config.vocab_size * 4
+            if config.overlap:  # steps under way keep their logits, and perhaps a copy that options changed
+                step_bytes += config.run_ahead * config.max_num_seqs * loaded.config.vocab_size * (4 + 4)
             free_bytes = _free_bytes(loaded.device) - step_bytes
             if config.gpu_memory is not None:
                 total = torch.cuda.get_device_properties(loaded.device).total_memory

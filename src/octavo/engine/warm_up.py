@@ -19,6 +19,7 @@ SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=1.0, logprobs=1, logit_bias={0: 1.0}),  # the most memory that sampling takes
 )
 """One of each kind of row that the sampler treats apart."""
 
