@@ -26,10 +26,10 @@ from octavo.serve.api_errors import ERROR_RESPONSES
 from octavo.serve.chat_prompt import PreparedChat, prepare_chat
 from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.models import check_model
+from octavo.serve.respond import respond
 from octavo.serve.response_parts import Usage, chat_logprobs, usage_of
-from octavo.serve.sse import DONE, GenerationStream, error_event, while_connected
+from octavo.serve.sse import DONE, error_event, while_connected
 from octavo.serve.tools import Event
-from octavo.serve.whole_answer import whole_answer
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -69,16 +69,11 @@ async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings:
         stream=bool(body.stream),
     )
     try:
-        if not body.stream:
-            output = await generation.result()
-            return await whole_answer([output], lambda: writer.whole(output))
-        await generation.accepted()
+        return await respond(
+            writer, [generation], is_stream=bool(body.stream), slow_reader_s=settings.slow_reader_s
+        )
     except RequestError as error:
         raise chat.named(error) from error
-    except BaseException:  # being cancelled included: the client has gone
-        generation.abort()
-        raise
-    return GenerationStream(writer, [generation], settings.slow_reader_s)
 
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -98,8 +93,9 @@ class _Writer:
 
     # Whole
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The answer to a request without `stream`."""
+        (output,) = outputs
         for choice in output.outputs:
             check_end(choice, output)
         answers = [read_answer(choice, self._format, self._tokenizer) for choice in output.outputs]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -18,13 +17,12 @@ from octavo.serve.api_errors import ERROR_RESPONSES, ApiError, named_format
 from octavo.serve.guard import body_size
 from octavo.serve.models import check_model
 from octavo.serve.protocol import CompletionRequest, to_sampling_params
+from octavo.serve.respond import respond
 from octavo.serve.response_parts import CompletionLogprobs, completion_logprobs, usage_of
-from octavo.serve.sse import DONE, GenerationStream, error_event, event, while_connected
-from octavo.serve.whole_answer import whole_answer
+from octavo.serve.sse import DONE, error_event, event, while_connected
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
-    from octavo.serve.generation import Generation
     from octavo.serve.settings import ServeSettings
     from octavo.text.tokenizer import Tokenizer
 
@@ -61,27 +59,21 @@ async def _respond(
         raise ApiError(400, "echo with logprobs cannot be streamed; leave out one of the three", param="echo")
     params = to_sampling_params(body, engine.model, prompt_logprobs=logprobs if body.echo else None)
     writer = _Writer(body, prompts, model, engine, params.n)
-    async with contextlib.AsyncExitStack() as unless_streamed:
-        generations: list[Generation] = []
-        for i, (prompt, token_ids) in enumerate(prompts):
-            generation = engine.submit(
-                token_ids,
-                params,
-                request_id=f"{writer.id}-{i}",
-                prompt=prompt,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
-                stream=bool(body.stream),
-            )
-            generations.append(await unless_streamed.enter_async_context(generation))
-        if not body.stream:
-            outputs = [await generation.result() for generation in generations]
-            return await whole_answer(outputs, lambda: writer.whole(outputs))
-        for generation in generations:
-            await generation.accepted()
-        stream = GenerationStream(writer, generations, settings.slow_reader_s)
-        unless_streamed.pop_all()
-    return stream
+    submitting = (
+        engine.submit(
+            token_ids,
+            params,
+            request_id=f"{writer.id}-{i}",
+            prompt=prompt,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            stream=bool(body.stream),
+        )
+        for i, (prompt, token_ids) in enumerate(prompts)
+    )
+    return await respond(
+        writer, submitting, is_stream=bool(body.stream), slow_reader_s=settings.slow_reader_s
+    )
 
 
 async def _encode(

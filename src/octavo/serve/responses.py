@@ -17,11 +17,11 @@ from octavo.serve.api_errors import ERROR_RESPONSES, as_api_error
 from octavo.serve.chat_prompt import PreparedChat, prepare_chat
 from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.models import check_model
+from octavo.serve.respond import respond
 from octavo.serve.response_parts import chat_logprobs
 from octavo.serve.responses_output import EventBody, OutputBuilder
 from octavo.serve.responses_protocol import ResponsesRequest
-from octavo.serve.sse import GenerationStream, error_event, while_connected
-from octavo.serve.whole_answer import whole_answer
+from octavo.serve.sse import error_event, while_connected
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -64,16 +64,11 @@ async def _respond(
         stream=bool(body.stream),
     )
     try:
-        if not body.stream:
-            output = await generation.result()
-            return await whole_answer([output], lambda: writer.whole(output))
-        await generation.accepted()
+        return await respond(
+            writer, [generation], is_stream=bool(body.stream), slow_reader_s=settings.slow_reader_s
+        )
     except RequestError as error:
         raise chat.named(error) from error
-    except BaseException:  # being cancelled included: the client has gone
-        generation.abort()
-        raise
-    return GenerationStream(writer, [generation], settings.slow_reader_s)
 
 
 class _Writer:
@@ -101,8 +96,9 @@ class _Writer:
         self._num_told = 0
         self._sequence_number = -1
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The response to a request without `stream`."""
+        (output,) = outputs
         choice = output.outputs[0]
         check_end(choice, output)
         self._read(choice, choice.finish_reason)
