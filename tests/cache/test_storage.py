@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from octavo.cache import storage
 from octavo.cache.sizing import request_bytes
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import KVCache
@@ -77,6 +78,27 @@ def test_blocks_are_copied_in_order(
     for tensor in tensors_of(cache):
         for block_id, source in enumerate(result):
             assert torch.all(tensor[block_id].float() == source + 1)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_many_blocks_are_copied_a_few_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(SPECS["int8, scales, block 1"], 12)
+    monkeypatch.setattr(storage, "COPY_BYTES", at_once * cache.nbytes // 12)
+    for tensor in tensors_of(cache):
+        for block_id in range(12):
+            tensor[block_id] = block_id
+    taken = []
+
+    def index_select(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        taken.append(len(index))
+        return select(tensor, dim, index)
+
+    select = torch.Tensor.index_select
+    monkeypatch.setattr(torch.Tensor, "index_select", index_select)
+    cache.copy_blocks([(5, 6), (4, 5), (0, 8), (0, 9), (1, 10), (2, 10), (0, 11), (1, 4)])
+    for tensor in tensors_of(cache):
+        assert tensor.reshape(12, -1)[:, 0].tolist() == [0, 1, 2, 3, 1, 4, 5, 7, 0, 0, 2, 0]
+    assert max(taken) == at_once
 
 
 def test_memory_that_is_not_there_is_named() -> None:

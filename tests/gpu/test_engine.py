@@ -280,8 +280,12 @@ def test_no_request_waits_for_a_compiler(engine: Callable[..., Engine]) -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, top_k=50, max_tokens=8, ignore_eos=True)],
-    ids=["greedy", "drawn"],
+    [
+        GREEDY,
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=50, max_tokens=8, ignore_eos=True),
+        SamplingParams(n=3, max_tokens=8, ignore_eos=True),  # their first writes copy blocks
+    ],
+    ids=["greedy", "drawn", "forked"],
 )
 def test_a_launch_never_waits_for_the_device(
     engine: Callable[..., Engine], params: SamplingParams, monkeypatch: pytest.MonkeyPatch

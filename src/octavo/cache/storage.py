@@ -24,6 +24,10 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 
+COPY_BYTES = 2**25
+"""About how many bytes of blocks are copied at a time: each piece is held a second time meanwhile."""
+
+
 def storage_dtype(spec: KVCacheSpec) -> torch.dtype:
     """The dtype of the tensors of such a cache."""
     return _TORCH_DTYPES[spec.dtype]
@@ -83,7 +87,10 @@ class KVCache:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy block `src` to block `dst` in every layer, pair after pair: later ones see earlier ones."""
+        """Copy block `src` to block `dst` in every layer, pair after pair: later ones see earlier ones.
+
+        Nothing waits for a GPU to be done with it.
+        """
         run: dict[int, int] = {}
         for src, dst in copies:
             # In a run all reads come before all writes, so reading what it writes must start a new one.
@@ -96,9 +103,11 @@ class KVCache:
     def _copy_run(self, run: dict[int, int]) -> None:
         if not run:
             return
-        dst = torch.tensor(list(run.keys()), device=self.device)
-        src = torch.tensor(list(run.values()), device=self.device)
-        for tensor in self._tensors:
-            # As bytes, because index operations lack float8 on some devices.
-            raw = tensor.view(torch.uint8)
-            raw.index_copy_(1, dst, raw.index_select(1, src))
+        # From pinned memory, which torch keeps until the copy is done: from any other the host would wait.
+        pairs = torch.tensor([list(run), list(run.values())], pin_memory=self.device.type == "cuda")
+        num_at_once = max(1, COPY_BYTES // self.spec.bytes_per_block)
+        for dst, src in torch.split(pairs.to(self.device, non_blocking=True), num_at_once, dim=1):
+            for tensor in self._tensors:
+                # As bytes, because index operations lack float8 on some devices.
+                raw = tensor.view(torch.uint8)
+                raw.index_copy_(1, dst, raw.index_select(1, src))
