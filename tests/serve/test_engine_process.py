@@ -285,3 +285,10 @@ def test_a_lost_gpu_ends_the_process_and_any_other_failed_step_does_not(monkeypa
         _check_device("cuda")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     _check_device("cuda")
+
+
+def test_all_of_a_piece_crosses_the_pipe():
+    numbers = [{3: Logprob(-0.5, 1, "d")}]
+    chunk = StreamChunk(1, "x", [3], "error", 7, numbers, error="the options ask for too much")
+    news = News([Item("r", [chunk], None)], STATS, 0.5, 1, ("r",))
+    assert decode(encode(news)) == news
