@@ -203,6 +203,29 @@ def test_the_last_token_of_a_prompt_that_forks_is_no_decode_step(
     assert capture.num_replays > 3
 
 
+def test_a_sequence_that_comes_back_to_another_row_keeps_its_options(loaded: LoadedModel) -> None:
+    def answers(capture: Replaying | None) -> list[Any]:
+        limits = {"num_blocks": 14, "max_num_batched_tokens": 12, "enable_prefix_caching": False}
+        engine = engine_for(loaded, capture, **limits)
+        params = SamplingParams(max_tokens=24, temperature=1.0, seed=5, ignore_eos=True)
+        requests = [engine.add_request([1, 2, 3, 4], params)]
+        (seq,) = requests[0].sequences
+        while seq.num_tokens < 11:
+            engine.step()
+        row = seq.row
+        # It is preempted while this prompt is computed, which leaves without a decode step in between.
+        requests.append(engine.add_request([7] * 40, SamplingParams(max_tokens=1), priority=-1))
+        rows = {row}
+        while engine.has_work:
+            engine.step()
+            rows.add(seq.row)
+        assert engine.stats().num_preemptions == 1
+        assert len(rows - {-1}) == 2
+        return outputs(engine, requests)
+
+    assert answers(Replaying()) == answers(None)
+
+
 def test_finished_requests_are_let_go_of(loaded: LoadedModel) -> None:
     def kept() -> list[str]:
         gc.collect()

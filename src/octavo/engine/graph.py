@@ -158,8 +158,10 @@ class DecodeGraphs:
         self._is_placed = False
 
     def forget(self) -> None:
-        """A step of another kind was launched: lengths have moved on without the static tensors."""
+        """A step of another kind was launched: lengths have moved on without the static tensors, and a
+        sequence that was preempted may have come back to another row."""
         self._is_placed = False
+        self._seq_ids = []
 
     def prepare(self) -> None:
         """Capture the largest bucket, before requests come: the others need no more memory."""
