@@ -187,14 +187,20 @@ ALL: dict[str, Call] = SOME | {
 
 def main() -> None:
     arch, which = int(sys.argv[1]), sys.argv[2]
-    found = {}
+    launched: dict[str, list[str]] = {}
+    errors = {}
     with NoGpu(arch) as gpu:
         for name, call in (ALL if which == "all" else SOME).items():
             try:
                 call()
-                found[name] = {"kernels": [vars(kernel) for kernel in gpu.take()]}
             except Exception as error:
-                found[name] = {"kernels": [], "error": f"{type(error).__name__}: {error}"[-600:]}
+                errors[name] = {"error": f"{type(error).__name__}: {error}"[-600:]}
+            launched[name] = gpu.launched()
+        kernels = gpu.read(hash for hashes in launched.values() for hash in hashes)
+    found = {
+        name: {"kernels": [vars(kernels[hash]) for hash in hashes], **errors.get(name, {})}
+        for name, hashes in launched.items()
+    }
     print(json.dumps(found))
 
 

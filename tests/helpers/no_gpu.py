@@ -8,9 +8,11 @@ every tensor says that it is on the GPU; what the calls return is whatever was i
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -35,7 +37,7 @@ GPUS = {
     90: ("NVIDIA H200", 132, 227 * 1024),
 }
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
-_LABEL = re.compile(r"^(\.L_x_\d+):")
+_BYTES = 16  # of an instruction
 
 
 @dataclass(frozen=True)
@@ -170,21 +172,70 @@ class NoGpu:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
+    def launched(self) -> list[str]:
+        """The hashes of what was launched since the last time, for `read`."""
+        hashes = list(self._launched)
+        self._launched.clear()
+        return hashes
+
     def take(self) -> list[Kernel]:
         """What was launched since the last time."""
-        kernels = [_inspect(self._compiled[hash]) for hash in self._launched]
-        self._launched.clear()
-        return kernels
+        hashes = self.launched()
+        read = self.read(hashes)
+        return [read[hash] for hash in hashes]
+
+    def read(self, hashes: Iterable[str]) -> dict[str, Kernel]:
+        """Those kernels, disassembled together: most of what the disassembler takes is its start."""
+        kernels = {hash: self._compiled[hash] for hash in hashes}
+        codes = [_code(kernel.asm["cubin"]) for kernel in kernels.values()]
+        with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+            file.write(b"".join(codes))
+            file.flush()
+            kind = f"SM{self.arch}a" if self.arch == 90 else f"SM{self.arch}"
+            text = _output(nvidia.nvdisasm.path, "-b", kind, file.name) if codes else ""
+        instructions = [found.groups() for line in text.splitlines() if (found := _INSTRUCTION.match(line))]
+        assert len(instructions) * _BYTES == sum(map(len, codes))
+        found, start = {}, 0
+        for (hash, kernel), code in zip(kernels.items(), codes, strict=True):
+            end = start + len(code) // _BYTES
+            found[hash] = _inspect(kernel, *find_loops(instructions[start:end], start))
+            start = end
+        return found
 
 
-def _inspect(kernel: CompiledKernel) -> Kernel:
+def _code(cubin: bytes) -> bytes:
+    """The instructions in a cubin, an ELF file: its sections of text, end to end."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, number, names = struct.unpack_from("<3H", cubin, 0x3A)
+    # name, type, flags, address, offset, size, ...
+    sections = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(number)]
+    first_name = sections[names][4]
+    return b"".join(
+        cubin[section[4] : section[4] + section[5]]
+        for section in sections
+        if cubin.startswith(b".text.", first_name + section[0])
+    )
+
+
+def find_loops(instructions: list[tuple[str, str]], start: int) -> tuple[list[str], list[tuple[int, int]]]:
+    """Opcodes in the order of the text, and loops as (first, last): from the target of a jump back to it.
+
+    `instructions` are (opcode, operands) of one kernel, which follows `start` others in its text.
+    """
+    loops = set()
+    for at, (opcode, rest) in enumerate(instructions):
+        target = re.search(r"0x([0-9a-f]+)\s*;?\s*$", rest) if opcode.startswith("BRA") else None
+        if target and start <= (first := int(target[1], 16) // _BYTES) <= start + at:
+            loops.add((first - start, at))
+    return [opcode for opcode, _ in instructions], sorted(loops)
+
+
+def _inspect(kernel: CompiledKernel, opcodes: list[str], loops: list[tuple[int, int]]) -> Kernel:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        sass = _output(nvidia.nvdisasm.path, "-c", file.name)
         usage = _output(nvidia.cuobjdump.path, "-res-usage", file.name)
     registers = [int(n) for n in re.findall(r"REG:(\d+)", usage)]
-    opcodes, loops = _read(sass)
     is_matrix = [re.match("H?G?MMA|[HID]MMA", opcode) is not None for opcode in opcodes]
     is_spill = [re.match("LDL|STL", opcode) is not None for opcode in opcodes]
     with_matrix = [(first, last) for first, last in loops if any(is_matrix[first : last + 1])]
@@ -204,23 +255,6 @@ def _inspect(kernel: CompiledKernel) -> Kernel:
         sum(is_spill),
         sum(is_spill[at] for at in inside),
     )
-
-
-def _read(sass: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Opcodes in the order of the text, and loops as (first, last): from the target of a jump back to it."""
-    opcodes: list[str] = []
-    labels: dict[str, int] = {}
-    loops = set()
-    for line in sass.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(opcodes)
-        elif found := _INSTRUCTION.match(line):
-            opcode, rest = found.groups()
-            opcodes.append(opcode)
-            target = re.search(r"\((\.L_x_\d+)\)", rest)
-            if opcode.startswith("BRA") and target and target[1] in labels:
-                loops.add((labels[target[1]], len(opcodes) - 1))
-    return opcodes, sorted(loops)
 
 
 def _output(*command: str) -> str:

@@ -19,6 +19,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+from helpers.no_gpu import find_loops
+
+# The first test waits for every compilation: 90 s of processor time when none is cached, and several times
+# that by the clock where other work shares the processors.
+pytestmark = pytest.mark.timeout(600)
+
 SCRIPT = Path(__file__).parents[2] / "helpers" / "compiled_calls.py"
 ARCHS = {90: "all", 80: "some", 86: "some", 89: "some"}
 SHARED = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
@@ -55,7 +61,7 @@ Compiled = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def everything(request: pytest.FixtureRequest) -> dict[int, Compiled]:
-    """Every architecture in a process of its own, two at a time: a minute, or seconds from the cache."""
+    """Every architecture in a process of its own: 90 s of processor time, or 15 from the cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     cache = request.config.cache
     if cache is not None:
@@ -69,7 +75,7 @@ def everything(request: pytest.FixtureRequest) -> dict[int, Compiled]:
         found: Compiled = json.loads(done.stdout.splitlines()[-1])  # the compiler prints, too
         return found
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(min(len(ARCHS), os.cpu_count() or 1)) as pool:
         return dict(zip(ARCHS, pool.map(compile_for, ARCHS), strict=True))
 
 
@@ -113,6 +119,13 @@ def assert_no_kernel_is(compiled: Compiled, wrong: Callable[[Kernel], bool], *na
             lines.append(f"{head}{one['spills_in_loops']:9}{one['shared']:9} {counts}")
     if len(lines) > 1:
         pytest.fail("\n".join(lines), pytrace=False)
+
+
+def test_a_loop_is_a_jump_back_within_the_kernel() -> None:
+    text = [("LDL", " R1"), ("BRA", " 0x30 ;"), ("HMMA", " R2"), ("BRA", " P1, 0x20 ;"), ("BRA", " 0x90;")]
+    after = [("CALL.REL", " 0x10 ;"), ("BRA.U", " !UP0, 0x50 ;"), ("BRA", " 0x10 ;"), ("BRA", " 0x80 ;")]
+    assert find_loops(text, 0) == (["LDL", "BRA", "HMMA", "BRA", "BRA"], [(2, 3)])
+    assert find_loops(after, 5)[1] == [(0, 1), (3, 3)]
 
 
 def test_every_call_compiles_or_is_refused_by_name(arch: int, compiled: Compiled) -> None:
