@@ -14,7 +14,7 @@ RESULT = {
     "commit": "0123456789abcdef",
     "date": "2026-01-02",
     "hardware": "a machine",
-    "versions": {"python": "3.11.7", "octavo": "0.1.0"},
+    "versions": {"python": "3.11.7", "octavo": "0.1.0", "numpy": "2.4.6"},
     "rows": [
         {
             "name": "one stream",
@@ -116,7 +116,7 @@ def test_a_table_shows_values_peers_and_promises():
         "| load | 1,234 ms |  |  |",
         "",
         "`octavo bench throughput` on a machine; 2026-01-02, commit 0123456789; python 3.11.7. "
-        "In brackets: how many times better Octavo is.",
+        "In brackets: the ratio; above 1, Octavo is ahead.",
     ]
 
 
@@ -158,8 +158,8 @@ def test_a_table_of_kernels_shows_the_share_of_the_bound():
         "| decode/1 | 10 us | 80 % | 12 (1.20x) |",
         "| prefill/1 | 600 TFLOP/s | 75 % |  |",
         "",
-        "`octavo bench throughput` on NVIDIA H200, driver 1; a host; 2026-01-02, commit 0123456789; "
-        "python 3.11.7. Bounds from read TB/s 4.6. In brackets: how many times better Octavo is.",
+        "`octavo bench throughput` on NVIDIA H200, driver 1; 2026-01-02, commit 0123456789; "
+        "python 3.11.7. Bounds from read TB/s 4.6. In brackets: the ratio; above 1, Octavo is ahead.",
     ]
 
 

@@ -294,15 +294,21 @@ def table(result: dict[str, Any], pattern: str = "*") -> str:
             bound = "at least" if row["better"] == "higher" else "at most"
             cells.append("" if row["floor"] is None else f"{bound} {number(row['floor'])}")
         lines.append("| " + " | ".join(cells) + " |")
-    used = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "octavo")
-    where = f"on {result['hardware']}; {result['date']}, commit {result['commit'][:10]}; {used}."
+    left_out = ("octavo", "numpy", "tokenizers")  # the result file has them
+    used = ", ".join(
+        f"{name} {version}" for name, version in result["versions"].items() if name not in left_out
+    )
+    machine: str = result["hardware"]
+    if is_bound:
+        machine = machine.split(";")[0]  # the GPU; what its host is, too, is in the file
+    where = f"on {machine}; {result['date']}, commit {result['commit'][:10]}; {used}."
     source = f"`{result['command']}` {where}"
     if is_bound:
         source += (
             f" Bounds from {', '.join(f'{name} {value:g}' for name, value in result['ceilings'].items())}."
         )
     if peers:
-        source += " In brackets: how many times better Octavo is."
+        source += " In brackets: the ratio; above 1, Octavo is ahead."
     return "\n".join([*lines, "", source])
 
 
