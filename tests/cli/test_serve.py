@@ -70,18 +70,40 @@ def test_bad_values_are_one_line(octavo, started, options, message):
     assert err.count("\n") == 1
 
 
-def test_what_is_missing_is_named_with_the_way_to_get_it(octavo, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "missing", "message", "requirement"),
+    [
+        (
+            (),
+            "fastapi",
+            "serving needs the package fastapi",
+            "octavo[serve]",
+        ),
+        (
+            ("--otlp-endpoint", "http://127.0.0.1:4318"),
+            "opentelemetry",
+            "otlp_endpoint needs the package opentelemetry",
+            "octavo[otel]",
+        ),
+        (
+            ("--otlp-endpoint", "http://127.0.0.1:4318"),
+            "fastapi",
+            "serving needs the package fastapi",
+            "octavo[serve]",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_the_way_to_get_it(
+    octavo, monkeypatch, options, missing, message, requirement
+):
     import_module = builtins.__import__
 
     def without_server(name, *arguments):
         if name == "octavo.serve.guard":
-            raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
+            raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
         return import_module(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without_server)
-    status, _, err = octavo("serve", "some/model")
+    status, _, err = octavo("serve", "some/model", *options)
     assert status == 1
-    assert err.strip() == (
-        "octavo: error: serving needs the package fastapi; install what it takes with: "
-        "pip install 'octavo[serve]'"
-    )
+    assert err.strip() == f"octavo: error: {message}; install what it takes with: pip install '{requirement}'"

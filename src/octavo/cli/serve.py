@@ -88,8 +88,11 @@ def serve(model: Model, *, options: ServeOptions, engine: EngineOptions) -> int:
         from octavo.serve.run import serve as run
         from octavo.serve.settings import ServeSettings
     except ModuleNotFoundError as error:
+        is_tracing = "otlp_endpoint" in said and (error.name or "").startswith("opentelemetry")
+        what, extra = ("otlp_endpoint", "otel") if is_tracing else ("serving", "serve")
         raise ConfigError(
-            f"serving needs the package {error.name}; install what it takes with: pip install 'octavo[serve]'"
+            f"{what} needs the package {error.name}; install what it takes with: "
+            f"pip install 'octavo[{extra}]'"
         ) from error
     said["api_keys"] = read_api_keys(said.get("api_keys", ()), key_file)
     run(config, ServeSettings.from_options(**said), say=_say)
