@@ -6,6 +6,7 @@ from helpers import stub_server as stub
 from helpers.stub_server import stub_server
 
 from octavo.bench.report import read_result
+from octavo.cli.bench_serve import LoadOptions
 
 MODELS = stub.whole("200 OK", b'{"data": [{"id": "first"}, {"id": "second"}]}')
 
@@ -108,6 +109,20 @@ def test_an_open_loop_for_a_while(octavo):
         status, out, _ = bench(octavo, server.base_url, *options)
     assert status == 0
     assert 25 <= int(out.split()[0]) <= 80  # Poisson with mean 50
+
+
+@pytest.mark.parametrize(
+    ("options", "num_calls"),
+    [
+        ({}, 200),
+        ({"concurrency": 100}, 200),
+        ({"concurrency": 256}, 512),
+        ({"concurrency": 256, "num_requests": 12}, 12),
+        ({"concurrency": 256, "rate": 5.0}, 200),
+    ],
+)
+def test_every_client_has_calls_to_send(options, num_calls):
+    assert len(list(LoadOptions(**options).calls(as_words=True))) == num_calls
 
 
 def test_it_measures_itself(octavo):

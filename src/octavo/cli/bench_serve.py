@@ -64,7 +64,11 @@ class LoadOptions:
     ] = None
     trace_speed: Annotated[float | None, typer.Option(help="Replay so many times faster.", **_load)] = None
     num_requests: Annotated[
-        int | None, typer.Option(help="Calls to send; default: 200, or all of the trace.", **_load)
+        int | None,
+        typer.Option(
+            help="Calls to send; default: 200 (more with over 100 clients: two each), or all of the trace.",
+            **_load,
+        ),
     ] = None
     duration: Annotated[float | None, typer.Option(help="Send no more after so many seconds.", **_load)] = (
         None
@@ -163,7 +167,9 @@ class LoadOptions:
         )
         drawn = mix.calls(self.seed)
         if self.duration is None:
-            return list(itertools.islice(drawn, self.num_requests or 200))
+            # With fewer calls than clients some clients would never ask.
+            least = 2 * (self.concurrency or 0) if self.rate is None else 0
+            return list(itertools.islice(drawn, self.num_requests or max(200, least)))
         drawn = itertools.islice(drawn, self.num_requests)
         if self.rate is None:
             return drawn
