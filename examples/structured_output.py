@@ -17,7 +17,9 @@ book = {
 questions = {
     "Invent a book and describe it as JSON with title, year and genres.": StructuredOutput(json_schema=book),
     "Is the sea salty? Answer yes or no.": StructuredOutput(regex="yes|no"),
-    "When did it happen? Give a date.": StructuredOutput(regex=r"\d{4}-(0[1-9]|1[0-2])-[0-2][1-9]"),
+    "When did it happen? Give a date.": StructuredOutput(
+        regex=r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+    ),
 }
 
 with LLM("smollm2-135m") as llm:
