@@ -33,8 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def rows(folder: str) -> list[Row]:
-    return measure(Models(folder, num_threads=1), SIZES)
+def told() -> list[str]:
+    """What `measure` reported while it made `rows`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def rows(folder: str, told: list[str]) -> list[Row]:
+    return measure(Models(folder, num_threads=1), SIZES, report=told.append)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,29 @@ def row(rows: list[Row]) -> Callable[[str], Row]:
     found = {row.name: row for row in rows}
     assert len(found) == len(rows), "every row has a name of its own"
     return found.__getitem__
+
+
+def test_every_part_and_every_measurement_is_told_of(rows: list[Row], told: list[str]) -> None:
+    sides = ["with the cache", "no cache", "Transformers", "Transformers, no cache"]
+    assert told == [
+        "loading Transformers",
+        "part 1 of 5: growth",
+        *(f"growth: warming up, {side}" for side in sides),
+        *(f"growth: round 1 of 1, {side}" for side in sides),
+        "part 2 of 5: fit",
+        "fit: blocks, 8 requests",
+        "fit: one piece, 8 requests",
+        "part 3 of 5: padding",
+        "padding: end to end",
+        "padding: padded",
+        "padding: Transformers",
+        "part 4 of 5: prefix",
+        "prefix: round 1 of 1, earlier turns found",
+        "prefix: round 1 of 1, every turn anew",
+        "part 5 of 5: dtype",
+        "dtype: float32",
+        "dtype: float16",
+    ]
 
 
 def test_growth_counts_every_token_and_gets_the_same_answer(row: Callable[[str], Row]) -> None:
@@ -193,6 +222,7 @@ def test_the_command_writes_a_file_that_it_can_show_and_draw_again(folder: str, 
     )
     done = invoke(folder, "--parts", "growth,dtype", *sizes, "--json", str(path))
     assert done.exit_code == 0, done.output
+    assert re.search(r"^ +\d+ s  part 2 of 2: dtype$", done.stderr, re.MULTILINE)
     names = [r["name"] for r in json.loads(path.read_text())["rows"]]
     assert {name.partition("/")[0] for name in names} == {"growth", "dtype"}
     shown = invoke("--from", str(path), "--plot", str(tmp_path))

@@ -39,6 +39,12 @@ _POINTS = 32  # of a curve
 _HIGHEST_ID = 10_000
 _MIB = 2**20
 
+Report = Callable[[str], None]
+
+
+def _silent(line: str) -> None:
+    """Where nobody asked what runs now."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -97,30 +103,28 @@ def measure(
     parts: Sequence[str] = PARTS,
     *,
     with_peer: bool = True,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = _silent,
 ) -> list[Row]:
-    """Rows of a result file, each named ``part/...``; `report` is told what runs now."""
+    """Rows of a result file, each named ``part/...``; `report` is told of each measurement as it begins."""
     peer = None
     if with_peer and {"growth", "padding"} & set(parts):
         report(f"loading {TRANSFORMERS}")
         peer = Peer(models)
     makers: dict[str, Callable[[], list[Row]]] = {
         "growth": lambda: growth(models, peer, sizes, report),
-        "fit": lambda: fit(models, sizes),
-        "padding": lambda: padding(models, peer, sizes),
-        "prefix": lambda: prefix(models, sizes),
-        "dtype": lambda: dtype(models, sizes),
+        "fit": lambda: fit(models, sizes, report),
+        "padding": lambda: padding(models, peer, sizes, report),
+        "prefix": lambda: prefix(models, sizes, report),
+        "dtype": lambda: dtype(models, sizes, report),
     }
     rows: list[Row] = []
-    for part in parts:
-        report(f"measuring {part}")
+    for number, part in enumerate(parts, start=1):
+        report(f"part {number} of {len(parts)}: {part}")
         rows += makers[part]()
     return rows
 
 
-def growth(
-    models: Models, peer: Peer | None, sizes: Sizes, report: Callable[[str], None] = lambda line: None
-) -> list[Row]:
+def growth(models: Models, peer: Peer | None, sizes: Sizes, report: Report = _silent) -> list[Row]:
     """Time to the n-th token, with and without a cache, in turn; medians of the rounds, point by point."""
     prompt, count = _prompt(models, random.Random(1), sizes.prompt_len), sizes.output_len
     times: dict[str, list[list[float]]] = {}
@@ -138,14 +142,17 @@ def growth(
     # A round more than what counts: the first is there to warm up.
     with models.engine(num_tokens=total_len + 16, max_model_len=total_len) as engine:
         for number in range(1 + sizes.rounds):
-            report(f"growth: round {number} of {sizes.rounds}" if number else "growth: warming up")
+            stage = f"growth: round {number} of {sizes.rounds}" if number else "growth: warming up"
+            report(f"{stage}, with the cache")
             cached = run(engine, [prompt], [count])
             keep("", cached.token_ids[0], cached.times_s)
             num_bytes[""] = cached.num_reserved_tokens[-1] * bytes_per_token(engine) / _MIB
             num_computed[""] = cached.num_prompt_tokens + count - 1
+            report(f"{stage}, {NO_CACHE}")
             keep(NO_CACHE, *_without_cache(engine, prompt, count, num_computed))
             if peer is not None:
                 for name, use_cache in ((TRANSFORMERS, True), (PEER_NO_CACHE, False)):
+                    report(f"{stage}, {name}")
                     token_ids, seconds, held = peer.run([prompt], [count], use_cache=use_cache)
                     keep(name, token_ids[0], seconds, is_comparable=peer.has_our_weights)
                     if use_cache:
@@ -215,12 +222,13 @@ def _ahead_for_good(cached: list[float], anew: list[float]) -> int:
     return behind[-1] + 1 if behind else 1
 
 
-def fit(models: Models, sizes: Sizes) -> list[Row]:
+def fit(models: Models, sizes: Sizes, report: Report = _silent) -> list[Row]:
     """Requests of many lengths through one amount of memory: in blocks, and in pieces of `reserved_len`."""
     prompts, num_new = _mixed(models, sizes, sizes.num_requests)
     room = sizes.reserved_requests * sizes.reserved_len
     found: dict[str, Outcome] = {}
     for name, block_size in (("", 16), (ONE_PIECE, sizes.reserved_len)):
+        report(f"fit: {name or 'blocks'}, {sizes.num_requests} requests")
         options = {"block_size": block_size, "max_num_seqs": sizes.num_requests}
         # One block more than the room: the scheduler keeps one back, for those that run to grow into.
         with models.engine(
@@ -248,7 +256,7 @@ def fit(models: Models, sizes: Sizes) -> list[Row]:
     ]  # fmt: skip
 
 
-def padding(models: Models, peer: Peer | None, sizes: Sizes) -> list[Row]:
+def padding(models: Models, peer: Peer | None, sizes: Sizes, report: Report = _silent) -> list[Row]:
     """A batch of many lengths: its tokens end to end, and filled up to the longest."""
     prompts, num_new = _mixed(models, sizes, sizes.batch)
     widest, longest = max(map(len, prompts)), max(num_new)
@@ -260,9 +268,11 @@ def padding(models: Models, peer: Peer | None, sizes: Sizes) -> list[Row]:
     options = {"max_num_seqs": sizes.batch, "max_num_batched_tokens": max(2048, sizes.batch * widest)}
     with models.engine(num_tokens=total, max_model_len=widest + longest, **options) as engine:
         for name, batch, counts in (("", prompts, num_new), (PADDED, filled, [longest] * sizes.batch)):
+            report(f"padding: {name or 'end to end'}")
             read[name] = num_prompt / _usual(sizes, _seconds, engine, batch, [1] * sizes.batch)
             answered[name] = num_all / _usual(sizes, _seconds, engine, batch, counts)
     if peer is not None:
+        report(f"padding: {TRANSFORMERS}")
         read[TRANSFORMERS] = num_prompt / _usual(sizes, _seconds, peer, prompts, [1] * sizes.batch)
         answered[TRANSFORMERS] = num_all / _usual(sizes, _seconds, peer, prompts, num_new)
     rectangle = 100 * num_all / (sizes.batch * (widest + longest))
@@ -280,7 +290,7 @@ def padding(models: Models, peer: Peer | None, sizes: Sizes) -> list[Row]:
     ]
 
 
-def prefix(models: Models, sizes: Sizes) -> list[Row]:
+def prefix(models: Models, sizes: Sizes, report: Report = _silent) -> list[Row]:
     """A conversation: every turn sends all that was said so far, and a question more."""
     rng = random.Random(3)
     questions = [_prompt(models, rng, sizes.question_len) for _ in range(sizes.turns)]
@@ -295,7 +305,8 @@ def prefix(models: Models, sizes: Sizes) -> list[Row]:
         ) as engine:
             run(engine, [questions[0][:2]], [2])
             rounds: list[list[float]] = []
-            for _ in range(sizes.rounds):
+            for number in range(1, sizes.rounds + 1):
+                report(f"prefix: round {number} of {sizes.rounds}, {name or 'earlier turns found'}")
                 engine.cache.reset_prefix_cache()
                 said, times, computed[name], sent = list(system), [], 0, 0
                 for question in questions:
@@ -317,7 +328,7 @@ def prefix(models: Models, sizes: Sizes) -> list[Row]:
     return rows
 
 
-def dtype(models: Models, sizes: Sizes) -> list[Row]:
+def dtype(models: Models, sizes: Sizes, report: Report = _silent) -> list[Row]:
     """The cache in smaller dtypes: room, speed over long contexts, and what becomes of the answers."""
     full = str(models.loaded.dtype).removeprefix("torch.")
     smaller = QUANTIZED_KV_CACHE_DTYPES if models.device.type == "cuda" else ("float16",)
@@ -330,6 +341,7 @@ def dtype(models: Models, sizes: Sizes) -> list[Row]:
     answers: dict[str, list[int]] = {}
     longest = sizes.context_len + count
     for name in (full, *(name for name in smaller if name != full)):
+        report(f"dtype: {name}")
         with models.engine(
             num_tokens=len(prompts) * (longest + 16), max_model_len=longest, kv_cache_dtype=name
         ) as engine:

@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +56,8 @@ def kv_cache(
     The same prompt answered with a cache and by computing everything anew for each token; blocks beside one
     piece of memory per request; packed beside padded; earlier turns found beside read anew; smaller dtypes.
     Peer: Transformers with use_cache=True and False. docs/what_a_kv_cache_buys.md explains the results.
+    All of it may take more than an hour; --parts growth --output-len 64 --peers none takes about a minute.
+    Standard error tells of each measurement as it begins.
     """
     from octavo.bench.report import read_result, table
 
@@ -130,8 +133,10 @@ def _measured(
     options = {name: value for name, value in engine.llm_kwargs().items() if name != "trace"}
     models = Models(model, **options)
 
+    started = time.monotonic()
+
     def report(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - started:6.0f} s  {line}", file=sys.stderr, flush=True)
 
     rows = measure(models, sizes, parts, with_peer=with_peer, report=report)
     gpu = gpu_name() if models.device.type == "cuda" else ""
