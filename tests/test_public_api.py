@@ -8,6 +8,7 @@ EXPORTED = {
     "CapacityError",
     "ConfigError",
     "EngineConfig",
+    "EngineDeadError",
     "EngineError",
     "KernelArgumentError",
     "LLM",

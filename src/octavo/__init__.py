@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from octavo.errors import (
         CapacityError,
         ConfigError,
+        EngineDeadError,
         EngineError,
         KernelArgumentError,
         ModelError,
@@ -53,6 +54,7 @@ _HOMES = {
     "KernelArgumentError": "octavo.errors",
     "UnsupportedKernelConfig": "octavo.errors",
     "EngineError": "octavo.errors",
+    "EngineDeadError": "octavo.errors",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "EngineDeadError",
     "EngineError",
     "KernelArgumentError",
     "Logprob",
