@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve_process import Server
+from serve_process import Server, exit_on_sigterm
 
 from octavo.bench.report import Row, hardware_slug, write_result
 from octavo.bench.serve import Load, Target, run_load
@@ -80,6 +80,7 @@ def checked(load: Load, calls: list[Call]) -> Load:
 
 
 def main() -> int:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import serve_scripted
+from serve_process import exit_on_sigterm
 
 from octavo.bench import serve_null
 from octavo.bench.report import Row, hardware_slug, write_result
@@ -60,6 +61,7 @@ def delays(url: str, options: argparse.Namespace) -> Spread:
 
 
 def main() -> int:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

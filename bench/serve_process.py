@@ -15,6 +15,11 @@ from pathlib import Path
 START_S = 300.0
 
 
+def exit_on_sigterm() -> None:
+    """SIGTERM unwinds this program, so that the servers it started end with it."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 class Server:
     """`octavo serve` as a subprocess; `url` once it is ready."""
 

@@ -23,7 +23,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serve_process import Server, rss_mib
+from serve_process import Server, exit_on_sigterm, rss_mib
 
 from octavo.bench.report import Row, hardware_slug, write_result
 from octavo.bench.serve import Load, LoadGenerator, Target, run_load
@@ -123,6 +123,7 @@ def wait_idle(server: Server) -> dict[str, float]:
 
 
 def main() -> int:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
