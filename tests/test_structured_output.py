@@ -7,7 +7,8 @@ import pytest
 
 import octavo
 from octavo.errors import RequestError
-from octavo.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams, StructuredOutput
+from octavo.sampling_params import SamplingParams
+from octavo.structured_output import MAX_GRAMMAR_CHARS, StructuredOutput
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer"}}}
 

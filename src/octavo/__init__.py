@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     )
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk
-    from octavo.sampling_params import SamplingParams, StructuredOutput
+    from octavo.sampling_params import SamplingParams
+    from octavo.structured_output import StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -37,7 +38,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 _HOMES = {
     "LLM": "octavo.llm",
     "SamplingParams": "octavo.sampling_params",
-    "StructuredOutput": "octavo.sampling_params",
+    "StructuredOutput": "octavo.structured_output",
     "EngineConfig": "octavo.config",
     "RequestOutput": "octavo.outputs",
     "CompletionOutput": "octavo.outputs",

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import CapacityError, RequestError
-from octavo.sampling_params import SamplingParams, StructuredOutput
+from octavo.sampling_params import SamplingParams
+from octavo.structured_output import StructuredOutput
 
 NUMBERS = st.one_of(
     st.integers(-3, 60),

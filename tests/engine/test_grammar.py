@@ -21,7 +21,8 @@ from octavo.engine.grammar_masks import BITS, GrammarMasks, forbidden_in_rows, f
 from octavo.engine.grammar_trial import GrammarTrial
 from octavo.engine.request import Request
 from octavo.errors import EngineError, OverloadedError, RequestError
-from octavo.sampling_params import SamplingParams, StructuredOutput, lark_json
+from octavo.sampling_params import SamplingParams
+from octavo.structured_output import StructuredOutput, lark_json
 from octavo.text.recipe import TokenizerRecipe
 from octavo.text.tokenizer import Tokenizer
 

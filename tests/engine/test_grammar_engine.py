@@ -9,7 +9,8 @@ from helpers.grammar import PrefixRunner, drain, make_grammar_engine, run_all, s
 
 from octavo.engine.core import Engine
 from octavo.outputs import CompletionOutput
-from octavo.sampling_params import SamplingParams, StructuredOutput
+from octavo.sampling_params import SamplingParams
+from octavo.structured_output import StructuredOutput
 
 EOS = 2
 PERSON = StructuredOutput(

@@ -18,7 +18,7 @@ from octavo.engine import grammar_trial
 from octavo.engine.core import Engine
 from octavo.engine.grammar_trial import GrammarTrial
 from octavo.errors import EngineError, RequestError
-from octavo.sampling_params import StructuredOutput
+from octavo.structured_output import StructuredOutput
 
 
 def words(count: int, size: int) -> list[str]:

@@ -12,7 +12,8 @@ from helpers.schemas import SUPPORTED, UNSUPPORTED
 from octavo.engine.core import Engine
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput
-from octavo.sampling_params import SamplingParams, StructuredOutput
+from octavo.sampling_params import SamplingParams
+from octavo.structured_output import StructuredOutput
 
 SEEDS = range(4)
 

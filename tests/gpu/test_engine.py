@@ -274,8 +274,8 @@ def test_no_request_waits_for_a_compiler(engine: Callable[..., Engine]) -> None:
     drawn = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01, max_tokens=20, ignore_eos=True)
     with forbid_compiles():
         for batch in (prompts()[:1], prompts()[:5], prompts()):
-            run(ready, batch)
-            run(ready, batch, drawn)
+            assert [len(ids) for ids in run(ready, batch)] == [GREEDY.max_tokens] * len(batch)
+            assert [len(ids) for ids in run(ready, batch, drawn)] == [20] * len(batch)
 
 
 @pytest.mark.parametrize(

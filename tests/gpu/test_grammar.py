@@ -13,7 +13,8 @@ from helpers.grammar import NUM_PADDED, smollm2_tokenizer
 from octavo.engine.grammar import GrammarCompiler
 from octavo.engine.request import Request, Sequence
 from octavo.engine.sampler import Sampler
-from octavo.sampling_params import SamplingParams, StructuredOutput
+from octavo.sampling_params import SamplingParams
+from octavo.structured_output import StructuredOutput
 
 VOCAB_SIZE = 49152 + NUM_PADDED
 FORMS = [

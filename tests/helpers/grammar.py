@@ -15,7 +15,8 @@ from octavo.engine.request import Request, Sequence
 from octavo.engine.sampler import PendingSample, Sampler
 from octavo.engine.schedule import Schedule
 from octavo.engine.scheduler import Scheduler
-from octavo.sampling_params import SamplingParams, StructuredOutput
+from octavo.sampling_params import SamplingParams
+from octavo.structured_output import StructuredOutput
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
 NUM_PADDED = 64

@@ -173,4 +173,6 @@ def test_no_matrix_is_made_for_a_padded_batch(monkeypatch):
     monkeypatch.setattr(masking_utils, "sdpa_mask", refuse)
     monkeypatch.setattr(plans.Plan, "dense", refuse)
     for kind in ("qwen3", "mistral-window"):
-        tiny_model(kind).generate(**padded(prompts(3, 9)), max_new_tokens=3)
+        batch = padded(prompts(3, 9))
+        found = tiny_model(kind).generate(**batch, max_new_tokens=3)
+        assert found.shape == (2, batch["input_ids"].shape[1] + 3)

@@ -261,7 +261,8 @@ def test_the_base_of_those_errors_is_a_good_config() -> None:
 
 def test_an_unused_rope_key_is_said_aloud() -> None:
     with pytest.warns(UserWarning, match="keys that are not used: mrope_section"):
-        config_of(rope_parameters={"rope_type": "default", "mrope_section": [1, 2]})
+        rope = config_of(rope_parameters={"rope_type": "default", "mrope_section": [1, 2]}).rope
+    assert rope == config_of(rope_parameters={"rope_type": "default"}).rope
 
 
 def test_rope_keys_old_and_new() -> None:

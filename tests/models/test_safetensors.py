@@ -10,6 +10,7 @@ from helpers.models import PagedDriver, hf_logits, random_ids, saved, tiny_hf_mo
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import WeightsError
+from octavo.models.decoder import DecoderCausalLM
 from octavo.models.registry import load_model
 from octavo.models.weights.safetensors import SafetensorsCheckpoint
 
@@ -142,7 +143,9 @@ def test_a_missing_head_that_the_config_denies_is_said_aloud(folder: Path) -> No
     rewrite(folder, lm_head__weight=None)
     set_config(folder, tie_word_embeddings=False)
     with pytest.warns(UserWarning, match="tie_word_embeddings is false, but there is no lm_head.weight"):
-        load_model(str(folder))
+        model = load_model(str(folder)).model
+    assert isinstance(model, DecoderCausalLM)
+    assert model.head.weight is model.embedding.weight
 
 
 def test_missing_tensors_are_named(folder: Path) -> None:

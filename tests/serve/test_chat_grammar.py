@@ -12,10 +12,10 @@ from helpers.tokenizers_by_hand import byte_level, smollm2_path
 
 from octavo.engine.grammar import GrammarCompiler, fill_masks
 from octavo.models.source import ModelSource
-from octavo.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutput
 from octavo.serve.api_errors import ApiError
 from octavo.serve.chat_grammar import CallRules, constraint
 from octavo.serve.chat_protocol import FunctionDefinition
+from octavo.structured_output import MAX_GRAMMAR_CHARS, StructuredOutput
 from octavo.text.recipe import TokenizerRecipe
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -10,10 +10,11 @@ from helpers.grammar import make_grammar_engine, structured
 
 from octavo.engine import grammar
 from octavo.engine.core import Engine
-from octavo.sampling_params import SamplingParams, StructuredOutput
+from octavo.sampling_params import SamplingParams
 from octavo.serve import engine_process
 from octavo.serve.engine_process import EngineLoop
 from octavo.serve.messages import Abort, Accepted, News, Refused, Stop, Submit
+from octavo.structured_output import StructuredOutput
 
 YES_OR_NO = StructuredOutput(regex="yes|no")
 FREE = SamplingParams(max_tokens=5)

@@ -13,12 +13,13 @@ from pydantic import ValidationError
 
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from octavo.sampling_params import SamplingParams, StructuredOutput
+from octavo.sampling_params import SamplingParams
 from octavo.serve.api_errors import ApiError
 from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.protocol import CompletionRequest, IgnoredFields, structured_output, to_sampling_params
 from octavo.serve.response_parts import chat_logprobs, completion_logprobs, usage_of
 from octavo.serve.responses_protocol import ResponsesRequest
+from octavo.structured_output import StructuredOutput
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from octavo.engine.grammar_check import Vocabulary
 from octavo.engine.grammar_trial import LIMITS, GrammarTrial
 from octavo.errors import EngineError, OverloadedError, RequestError
-from octavo.sampling_params import JSON_FORM, StructuredOutput
+from octavo.structured_output import JSON_FORM, StructuredOutput
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -75,7 +75,12 @@ _MEANINGS: Final = {
 ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()
 }
-"""`responses=` of a route that generates."""
+
+
+def answers_with(what: str) -> dict[int | str, dict[str, Any]]:
+    """`responses=` of a route that generates; `what` says what it answers."""
+    content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
+    return {**ERROR_RESPONSES, 200: {"description": what, "content": content}}
 
 
 class ApiError(Exception):

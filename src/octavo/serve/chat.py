@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from octavo.errors import RequestError
 from octavo.outputs import Logprob, RequestOutput, StreamChunk
 from octavo.serve.answer import (
     Answer,
@@ -22,11 +21,11 @@ from octavo.serve.answer import (
     num_reasoning_tokens,
     read_answer,
 )
-from octavo.serve.api_errors import ERROR_RESPONSES
+from octavo.serve.api_errors import answers_with
 from octavo.serve.chat_prompt import PreparedChat, prepare_chat
 from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.models import check_model
-from octavo.serve.respond import respond
+from octavo.serve.respond import respond_to_chat
 from octavo.serve.response_parts import Usage, chat_logprobs, usage_of
 from octavo.serve.sse import DONE, error_event, while_connected
 from octavo.serve.tools import Event
@@ -38,13 +37,7 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
-_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    **ERROR_RESPONSES,
-    200: {
-        "description": "The answer, or with `stream` its pieces as server-sent events.",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    },
-}
+_RESPONSES: Final = answers_with("The answer, or with `stream` its pieces as server-sent events.")
 
 
 @router.post("/v1/chat/completions", tags=["chat"], responses=_RESPONSES)
@@ -59,21 +52,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings: ServeSettings) -> Response:
     chat = await prepare_chat(body, engine, settings)
     writer = _Writer(body, chat, model, engine.tokenizer)
-    generation = engine.submit(
-        chat.prompt_token_ids,
-        chat.params,
-        request_id=writer.id,
-        prompt=chat.prompt,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        stream=bool(body.stream),
-    )
-    try:
-        return await respond(
-            writer, [generation], is_stream=bool(body.stream), slow_reader_s=settings.slow_reader_s
-        )
-    except RequestError as error:
-        raise chat.named(error) from error
+    return await respond_to_chat(writer, writer.id, chat, body, engine, settings)
 
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
-from octavo.sampling_params import StructuredOutput, lark_json
 from octavo.serve import reasoning, tools
 from octavo.serve.api_errors import ApiError
+from octavo.structured_output import StructuredOutput, lark_json
 
 if TYPE_CHECKING:
     from octavo.serve.chat_protocol import FunctionDefinition

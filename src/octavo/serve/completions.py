@@ -13,7 +13,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
 from octavo.serve.answer import check_end, ended_badly, finish_reason, new_id
-from octavo.serve.api_errors import ERROR_RESPONSES, ApiError, named_format
+from octavo.serve.api_errors import ApiError, answers_with, named_format
 from octavo.serve.guard import body_size
 from octavo.serve.models import check_model
 from octavo.serve.protocol import CompletionRequest, to_sampling_params
@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
-_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    **ERROR_RESPONSES,
-    200: {
-        "description": "The text, or with `stream` its pieces as server-sent events.",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    },
-}
+_RESPONSES: Final = answers_with("The text, or with `stream` its pieces as server-sent events.")
 
 
 @router.post("/v1/completions", tags=["completions"], responses=_RESPONSES)

@@ -24,8 +24,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from octavo.errors import shown
-from octavo.sampling_params import SamplingParams, StructuredOutput
+from octavo.sampling_params import SamplingParams
 from octavo.serve.api_errors import ApiError
+from octavo.structured_output import StructuredOutput
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]

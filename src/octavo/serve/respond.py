@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.errors import RequestError
 from octavo.serve.sse import GenerationStream, Writer
 from octavo.serve.whole_answer import whole_answer
 
@@ -12,7 +13,12 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.outputs import RequestOutput
+    from octavo.serve.async_engine import AsyncEngine
+    from octavo.serve.chat_prompt import PreparedChat
+    from octavo.serve.chat_protocol import ChatRequest
     from octavo.serve.generation import Generation
+    from octavo.serve.responses_protocol import ResponsesRequest
+    from octavo.serve.settings import ServeSettings
 
 
 class AnswerWriter(Writer, Protocol):
@@ -44,3 +50,28 @@ async def respond(
         for generation in generations:
             generation.abort()
         raise
+
+
+async def respond_to_chat(
+    writer: AnswerWriter,
+    request_id: str,
+    chat: PreparedChat,
+    body: ChatRequest | ResponsesRequest,
+    engine: AsyncEngine,
+    settings: ServeSettings,
+) -> Response:
+    """Submit a prepared conversation and respond. What the engine refuses names the client's own field."""
+    is_stream = bool(body.stream)
+    generation = engine.submit(
+        chat.prompt_token_ids,
+        chat.params,
+        request_id=request_id,
+        prompt=chat.prompt,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        stream=is_stream,
+    )
+    try:
+        return await respond(writer, [generation], is_stream=is_stream, slow_reader_s=settings.slow_reader_s)
+    except RequestError as error:
+        raise chat.named(error) from error

@@ -9,15 +9,14 @@ from fastapi import APIRouter, Request
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
 from octavo.serve import tools
 from octavo.serve.answer import check_end, ended_badly, new_id, num_reasoning_tokens, place_of
-from octavo.serve.api_errors import ERROR_RESPONSES, as_api_error
+from octavo.serve.api_errors import answers_with, as_api_error
 from octavo.serve.chat_prompt import PreparedChat, prepare_chat
 from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.models import check_model
-from octavo.serve.respond import respond
+from octavo.serve.respond import respond_to_chat
 from octavo.serve.response_parts import chat_logprobs
 from octavo.serve.responses_output import EventBody, OutputBuilder
 from octavo.serve.responses_protocol import ResponsesRequest
@@ -30,13 +29,7 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
-_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    **ERROR_RESPONSES,
-    200: {
-        "description": "The response, or with `stream` its events.",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    },
-}
+_RESPONSES: Final = answers_with("The response, or with `stream` its events.")
 
 
 @router.post("/v1/responses", tags=["responses"], responses=_RESPONSES)
@@ -54,21 +47,7 @@ async def _respond(
     as_chat = body.as_chat()
     chat = await prepare_chat(as_chat, engine, settings, format_field="text.format")
     writer = _Writer(body, as_chat, chat, model, engine.tokenizer)
-    generation = engine.submit(
-        chat.prompt_token_ids,
-        chat.params,
-        request_id=writer.id,
-        prompt=chat.prompt,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        stream=bool(body.stream),
-    )
-    try:
-        return await respond(
-            writer, [generation], is_stream=bool(body.stream), slow_reader_s=settings.slow_reader_s
-        )
-    except RequestError as error:
-        raise chat.named(error) from error
+    return await respond_to_chat(writer, writer.id, chat, body, engine, settings)
 
 
 class _Writer:
