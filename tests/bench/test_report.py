@@ -188,6 +188,18 @@ def test_kernels_are_written_with_their_gpu_and_what_failed(tmp_path):
     assert result["rows"][0]["details"] == {"spread": 0.1}
 
 
+def test_any_file_may_say_what_failed(tmp_path):
+    path = tmp_path / "engines.json"
+    row = Row("nano", 10.0, "tok/s", details={"passes": [1.5, 2.0]})
+    write_result(path, [row], command="x", failed={"single": "no time"})
+    result = read_result(path)
+    assert result["failed"] == {"single": "no time"}
+    assert result["rows"][0]["details"] == {"passes": [1.5, 2.0]}
+    assert table(result).splitlines()[:3] == ["|  | Octavo |", "| --- | ---: |", "| nano | 10 tok/s |"]
+    with pytest.raises(ResultFileError, match="failed must map row names to reasons"):
+        validate({**result, "failed": []}, "here")
+
+
 def test_a_pattern_picks_rows_and_must_match_some():
     assert "one stream" not in table(RESULT, "lo*")
     assert table(RESULT, "lo* | one*") == table(RESULT)
@@ -222,6 +234,17 @@ def test_an_empty_place_for_a_table_is_filled(tmp_path):
     filled = with_tables(place + "between\n" + place, tmp_path)
     assert filled.count("| one | 1 s |") == 2
     assert "between" in filled
+
+
+def test_a_table_that_may_be_absent_is_filled_once_it_is_measured(tmp_path):
+    place = "<!-- results?: box/speed -->\n<!-- /results -->\n"
+    assert with_tables(place, tmp_path).splitlines()[1:-1] == ["Not measured yet."]
+    with pytest.raises(ResultFileError, match="no readable result file"):
+        with_tables(place.replace("?", ""), tmp_path)
+    write_result(tmp_path / "box" / "speed.json", [Row("one", 1.0, "s")], command="run me")
+    filled = with_tables(with_tables(place, tmp_path.parent), tmp_path)
+    assert filled.startswith("<!-- results?: box/speed -->\n|  | Octavo |\n")
+    assert "Not measured" not in filled
 
 
 def test_check_finds_a_stale_table_and_the_command_repairs_it(tmp_path, capsys):

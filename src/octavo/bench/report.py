@@ -8,11 +8,12 @@ A result file is ``bench/results/<hardware>/<name>.json``::
 
 A file of GPU kernels also has ``"ceilings": {str: number}``, the measured rates of that GPU, and ``"failed":
 {row name: reason}``. Its floors are bounds that follow from them, not promises, and a row has ``"details"``:
-its spread, its error, the project's bar.
+its spread, its error, the project's bar. Any file may have ``"failed"``, and any row ``"details"``.
 
 `ratio` is how many times better Octavo is than that peer, in the direction of `better`. A document asks
 for a table with ``<!-- results: <hardware>/<name> [row name | pattern] -->`` and ``<!-- /results -->``
 around it; ``python -m octavo.bench.report`` fills in what stands between, ``--check`` only compares.
+``results?:`` asks for a table that may not have been measured yet.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,7 +57,7 @@ class Row:
     better: str = "higher"
     floor: float | None = None
     peers: dict[str, float] = field(default_factory=dict)
-    details: dict[str, float | str] | None = None
+    details: Mapping[str, float | str | Sequence[float]] | None = None
 
     @property
     def ratio(self) -> dict[str, float]:
@@ -78,7 +80,7 @@ def write_result(
     """Writes a result file with today's date, this commit, this machine and the versions in use.
 
     `extra_versions` names peers that live in an environment of their own; `gpu` what ran, where that was no
-    CPU. `ResultFileError` when the file cannot be written.
+    CPU; `failed` what could not be measured, and why. `ResultFileError` when the file cannot be written.
     """
     result: dict[str, Any] = {
         "command": command,
@@ -88,7 +90,9 @@ def write_result(
         "versions": {**versions(), **(extra_versions or {})},
     }
     if ceilings is not None:
-        result |= {"ceilings": ceilings, "failed": failed or {}}
+        result["ceilings"] = ceilings
+    if ceilings is not None or failed is not None:
+        result["failed"] = failed or {}
     result["rows"] = [_as_dict(row) for row in rows]
     validate(result, str(path))
     try:
@@ -131,10 +135,11 @@ def validate(result: Any, where: str) -> None:
 
     expect(isinstance(result, dict), "must be a JSON object")
     keys = {"command", "commit", "date", "hardware", "versions", "rows"}
-    extra = {"ceilings", "failed"} if "ceilings" in result else set()
+    extra = {"ceilings", "failed"} if "ceilings" in result else {"failed"} & set(result)
     expect(set(result) == keys | extra, f"must have the keys {sorted(keys | extra)}, has {sorted(result)}")
-    if extra:
+    if "ceilings" in extra:
         expect(is_numbers(result["ceilings"]), "ceilings must map names to numbers")
+    if "failed" in extra:
         expect(isinstance(result["failed"], dict), "failed must map row names to reasons")
     for key in ("command", "commit", "date", "hardware"):
         expect(isinstance(result[key], str) and bool(result[key]), f"{key} must be a non-empty string")
@@ -318,15 +323,18 @@ def _of_bound(row: dict[str, Any]) -> float:
     return float(better[0] / better[1])
 
 
-_MARKED = re.compile(r"(<!-- results: (\S+)(?: ([^\n>]+?))? -->\n).*?(<!-- /results -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- results(\??): (\S+)(?: ([^\n>]+?))? -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
 def with_tables(document: str, results: Path) -> str:
     """`document` with every marked table written anew from the files under `results`."""
 
     def fill(match: re.Match[str]) -> str:
-        result = read_result(results / f"{match.group(2)}.json")
-        return f"{match.group(1)}{table(result, match.group(3) or '*')}\n{match.group(4)}"
+        begin, may_be_absent, name, pattern, end = match.groups()
+        path = results / f"{name}.json"
+        if may_be_absent and not path.exists():
+            return f"{begin}Not measured yet.\n{end}"
+        return f"{begin}{table(read_result(path), pattern or '*')}\n{end}"
 
     return _MARKED.sub(fill, document)
 
