@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.graph import Replaying
 from helpers.models import saved, tiny_hf_model
 
 from octavo.config import EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
-from octavo.engine.graph import BAD_LOGITS, DecodeGraphs, bucket_sizes, is_plain
+from octavo.engine.graph import BAD_LOGITS, bucket_sizes, is_plain
 from octavo.engine.request import Request
 from octavo.engine.sampler import Sampler
 from octavo.engine.sampling_plan import SamplingPlan, kernel_row
@@ -24,33 +25,6 @@ from octavo.models.registry import LoadedModel, load_model
 from octavo.sampling_params import SamplingParams
 
 VOCAB_SIZE = 101
-HOST_ONLY = ("_seq_ids", "_owners", "_ints", "_options", "_top_k", "_plain", "_filters", "_batches")
-
-
-class Replaying:
-    """What `CudaCapture` does, as far as a CPU can: results always come in the same tensor, and a replay
-    knows nothing of the host.
-    """
-
-    def __init__(self) -> None:
-        self.graphs: DecodeGraphs | None = None
-        self.num_captures = 0
-        self.num_replays = 0
-
-    def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        result = torch.full_like(step(), -7)
-        self.num_captures += 1
-
-        def replay() -> None:
-            self.num_replays += 1
-            assert self.graphs is not None
-            hidden = {name: self.graphs.__dict__.pop(name) for name in HOST_ONLY}
-            try:
-                result.copy_(step())
-            finally:
-                self.graphs.__dict__.update(hidden)
-
-        return replay, result
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gpt2"])
@@ -65,8 +39,7 @@ def engine_for(loaded: LoadedModel, capture: Replaying | None, **options: Any) -
     # Filtered draws go through the tokens in another order than on a CPU.
     engine.runner.sampler = Sampler(VOCAB_SIZE, with_kernel=True)
     if capture is not None:
-        engine.runner.use_graphs(engine.scheduler.max_model_len, capture)
-        capture.graphs = engine.runner._graphs
+        capture.serve(engine)
     return engine
 
 
