@@ -151,15 +151,16 @@ def measure(race: Race, task: Task) -> Row:
     labels = [entry.label for entry in entries]
     found = {label: task.value(*map(statistics.median, seconds[label])) for label in labels}
     details: dict[str, float | str | Sequence[float]] = {}
-    for label in labels:
+    for label, entry in zip(labels, entries, strict=True):
+        if "attention" in race.facts[entry.contestant]:
+            details[f"{label}, attention"] = race.facts[entry.contestant]["attention"]
         for (work, _), taken in zip(task.works, seconds[label], strict=True):
             details[f"{label}, {work.label}"] = [round(s, 6) for s in taken]
         first = seconds[label][0]
         details[f"{label}, spread"] = round((max(first) - min(first)) / statistics.median(first), 4)
         if task.row.startswith("prefill/"):
-            details[f"{label}, tok/s in"] = round(
-                task.works[0][0].num_input_tokens / statistics.median(first)
-            )
+            rate = task.works[0][0].num_input_tokens / statistics.median(first)
+            details[f"{label}, tok/s in"] = round(rate)
     if task.row.startswith("nano/") and (bound := bytes_bound(race, task)):
         details["bytes allow, tok/s"] = round(bound)
     return row_of(task.row, task.unit, task.better, found, details)
@@ -209,9 +210,6 @@ def measure_starts(race: Race) -> list[Row]:
     for _ in range(race.options.rounds):
         warm.append(race.start("octavo"))
         race.close("octavo")
-    with tempfile.TemporaryDirectory() as empty:
-        cold = race.start("octavo", TRITON_CACHE_DIR=empty)
-        race.close("octavo")
     for peer in race.options.peers:
         if peer not in race.starts:
             try:
@@ -225,10 +223,17 @@ def measure_starts(race: Race) -> list[Row]:
         "octavo, spread": round((max(warm) - min(warm)) / statistics.median(warm), 4),
         "octavo, first start of this run": round(race.starts["octavo"], 3),
     }
-    return [
-        row_of(name, "s", "lower", {"octavo": statistics.median(warm), **peers}, details),
-        row_of(f"{name}, no kernels on disk", "s", "lower", {"octavo": cold}, {"octavo, passes": [cold]}),
-    ]
+    rows = [row_of(name, "s", "lower", {"octavo": statistics.median(warm), **peers}, details)]
+    name += ", no kernels on disk"
+    try:
+        with tempfile.TemporaryDirectory() as empty:
+            cold = race.start("octavo", TRITON_CACHE_DIR=empty)
+            race.close("octavo")
+    except ContestantError as error:
+        race.failed[name] = str(error)
+    else:
+        rows.append(row_of(name, "s", "lower", {"octavo": cold}, {"octavo, passes": [round(cold, 3)]}))
+    return rows
 
 
 @dataclass
@@ -322,10 +327,10 @@ def compare(model: str, options: argparse.Namespace, logs: Path, deadline: float
             absent = set(options.peers) - race.starts.keys() - race.lost.keys()
             needed_s = num_starts * race.start_s("octavo") + sum(map(race.start_s, absent))
             attempt(f"start/{name}", needed_s, lambda: measure_starts(race))
+        race.close(*race.alive)
     except BaseException:
         race.close(*race.alive, at_once=True)
         raise
-    race.close(*race.alive)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -334,13 +339,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder with a config.json, or a name")
     parser.add_argument("--peers", default="vllm", help=f"of {', '.join(PEERS)}, NAME=FILE, or none")
-    parser.add_argument(
-        "--peer-path",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="where peers are found: on the PYTHONPATH of peers only (repeatable)",
-    )
+    path_help = "where peers are found: on the PYTHONPATH of peers only (repeatable)"
+    parser.add_argument("--peer-path", action="append", default=[], metavar="DIR", help=path_help)
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)}")
     parser.add_argument("--rounds", type=int, default=2, help="measured passes of the long tasks")
     parser.add_argument("--scale", type=float, default=1.0, help="every size times this, to try it out")
@@ -350,7 +350,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=240.0, help="longest pass or start, in seconds")
     parser.add_argument("--json", type=Path, help="result file; default bench/results/<machine>/engines.json")
     parser.add_argument("--add", action="store_true", help="keep other rows of the file, of the same commit")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the engines print")  # fmt: skip
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the engines print")
     options = parser.parse_args(argv)
     peers: dict[str, Path | None] = {}
     for item in options.peers.split(",") if options.peers not in ("", "none") else ():

@@ -116,9 +116,10 @@ class Contestant:
     def ask(self, prompts: Sequence[list[int]], num_new: Sequence[int], salts: list[str] | None) -> None:
         assert self.process.stdin is not None
         asked = {"prompts": prompts, "num_new": list(num_new), "salts": salts}
-        with contextlib.suppress(BrokenPipeError):  # `reply` says why it died
-            self.process.stdin.write(json.dumps(asked) + "\n")
-            self.process.stdin.flush()
+        if self.is_alive:  # if not, `reply` says why; a child of it may hold the pipe, and never read
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(json.dumps(asked) + "\n")
+                self.process.stdin.flush()
 
     def reply(self, timeout_s: float) -> dict[str, Any]:
         """The next line. ContestantError when it is an error, or none comes: the process is then ended."""
@@ -161,8 +162,9 @@ class Contestant:
                 os.killpg(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
-        self._reader.join()
-        self.process.stdout.close()
+        self._reader.join(5)
+        if not self._reader.is_alive():  # else somebody who left the group holds the pipe
+            self.process.stdout.close()
 
 
 @dataclass
@@ -213,11 +215,8 @@ class Race:
         else:
             program = self.options.peers[name] or program
             paths = [*self.options.peer_path, os.environ.get("PYTHONPATH", "")]
-            environment = {
-                **PEER_ENVIRONMENT,
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            }
+            environment = {**PEER_ENVIRONMENT, **os.environ}
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         told = {
             "model": self.path,
             "share": self.options.share,
@@ -258,6 +257,8 @@ class Race:
 
     def run(self, entry: Entry, work: Work, prompts: list[list[int]], salt: str) -> float:
         """Seconds of one pass."""
+        if entry.contestant in self.lost:  # since this task began
+            raise ContestantError(self.lost[entry.contestant])
         contestant = self.alive[entry.contestant]
         salts = [f"{salt}-{i}" for i in range(len(prompts))] if entry.is_salted else None
         began = time.perf_counter()
@@ -266,7 +267,7 @@ class Race:
             seconds = float(contestant.reply(self._timeout_s())["seconds"])
         except ContestantError as error:
             if not contestant.is_alive and not entry.contestant.startswith("octavo"):
-                self.lost[entry.contestant] = f"lost in an earlier task: {error}"
+                self.lost[entry.contestant] = f"lost before: {error}"
             raise
         self.spent_s += time.perf_counter() - began
         self.expected_s += work.expected_s(self.num_params, shares_prefix=not entry.is_salted)
@@ -290,8 +291,10 @@ class Race:
         return 1.2 * self.starts[kind] if kind in self.starts else START_S.get(kind, 5.0)
 
     def close(self, *names: str, at_once: bool = False) -> None:
+        """Ends these; one whose end is interrupted stays in `alive`, to be ended again."""
         for name in names:
-            self.alive.pop(name).close(at_once=at_once)
+            self.alive[name].close(at_once=at_once)
+            del self.alive[name]
 
     def _timeout_s(self) -> float:
         return min(float(self.options.timeout), self.left_s)

@@ -52,6 +52,7 @@ for number, line in enumerate(sys.stdin):
     if number == plan.get("error at"):
         answer = {"error": "RuntimeError: no memory"}
     print(json.dumps(answer), flush=True)
+note(ended=True)
 """
 
 
@@ -75,7 +76,8 @@ def bench(monkeypatch, tmp_path):
         monkeypatch.setenv("PLAN", json.dumps(plan or {}))
         path = tmp_path / "result.json"
         status = program.main([str(folder), "--json", str(path), "--scale", "0.02", *arguments])
-        noted = [json.loads(line) for line in notes.read_text().splitlines()]
+        run.noted = [json.loads(line) for line in notes.read_text().splitlines()]
+        noted = [note for note in run.noted if "number" in note]
         return status, read_result(path) if path.exists() else None, noted
 
     run.fake, run.notes, run.folder, run.race, run.program = fake, notes, folder, race, program
@@ -169,8 +171,8 @@ def test_every_row_is_measured_in_turn_and_the_figures_are_those_of_the_engines(
     assert turns == ["octavo", "vllm"] * 3
     # One start of each serves every task; `fp8` comes after the peers have ended.
     assert len({note["pids"][0] for note in noted if note["name"] == "vllm"}) == 1
-    names = [note["name"] for note in noted]
-    assert "vllm" not in names[names.index("octavo_fp8") :]
+    told = [(note["name"], "ended" in note) for note in bench.noted]
+    assert told.index(("vllm", True)) < told.index(("octavo_fp8", False))
     # Both get the same tokens, and no prompt comes twice (salts apart, and the first token after the start).
     ours, theirs = (
         [tuple(p) for note in noted if note["name"] == name and note["number"] and not note["salts"]
@@ -193,8 +195,8 @@ def test_every_row_is_measured_in_turn_and_the_figures_are_those_of_the_engines(
             "it died (exit status 1): No module named 'engine'",
             "it did not start: ",
         ),
-        ("die at", "it died (exit status 3): the last words", "lost in an earlier task: "),
-        ("hang at", "no answer in 1 s", "lost in an earlier task: "),
+        ("die at", "it died (exit status 3): the last words", "lost before: "),
+        ("hang at", "no answer in 1 s", "lost before: "),
         ("error at", "RuntimeError: no memory", None),
     ],
 )
@@ -210,6 +212,18 @@ def test_a_peer_that_fails_is_told_of_and_the_rest_goes_on(bench, plan, first, l
     assert rows["nano/tiny/bf16"]["ratio"] == {"other": 2.0}
     assert rows["single/tiny"]["ratio"] == {"other": 2.0} | ({} if later else {"vllm": 2.0})
     assert all(is_gone(pid) for note in noted for pid in note["pids"])
+
+
+def test_a_peer_that_dies_takes_its_other_column_along(bench):
+    plan = {"vllm": {"die at": 1}}
+    status, result, _ = bench("--peers", "vllm", "--tasks", "shared_prefix", plan=plan)
+    assert status == 0
+    row = "shared_prefix/1x164+3/tiny"
+    assert rows_of(result)[row]["peers"] == {}
+    assert result["failed"] == {
+        f"{row}, vllm": "it died (exit status 3): the last words",
+        f"{row}, vllm_no_prefix_cache": "lost before: it died (exit status 3): the last words",
+    }
 
 
 def test_octavo_gets_another_chance_in_the_next_task(bench):
