@@ -33,13 +33,11 @@ def test_overlap_is_as_one_says(device: str, overlap: bool) -> None:
     assert EngineConfig(model="m", overlap=overlap).on_device(device).overlap is overlap
 
 
-def test_graphs_run_on_a_gpu_unless_told_not_to() -> None:
-    config = EngineConfig(model="m", cuda_graphs=True)
-    assert config.on_device("cuda").uses_graphs
-    assert not config.replace(enforce_eager=True).on_device("cpu").uses_graphs
-    assert not EngineConfig(model="m").on_device("cuda").uses_graphs
-    with pytest.raises(ConfigError, match=r"cuda_graphs=True needs a GPU, and device='auto' is cpu here"):
-        config.on_device("cpu")
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_graphs_run_on_a_gpu_unless_told_not_to(enforce_eager: bool) -> None:
+    config = EngineConfig(model="m", enforce_eager=enforce_eager)
+    assert config.on_device("cuda").uses_graphs is not enforce_eager
+    assert not config.on_device("cpu").uses_graphs
 
 
 @pytest.mark.parametrize(
@@ -47,7 +45,7 @@ def test_graphs_run_on_a_gpu_unless_told_not_to() -> None:
     [
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be from 1"),
         ({"gpu_memory": 0.9, "num_blocks": 5}, "gpu_memory sizes the KV cache by what the rest leaves"),
-        ({"cuda_graphs": "yes"}, "cuda_graphs must be True or False, got 'yes'"),
+        ({"enforce_eager": "yes"}, "enforce_eager must be True or False, got 'yes'"),
         ({"deterministic": 1}, "deterministic must be True or False, got 1"),
         ({"overlap": 1}, "overlap must be True, False or None, got 1"),
         ({"run_ahead": 0}, r"run_ahead must be from 1 to 2\*\*40, got 0"),

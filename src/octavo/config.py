@@ -54,8 +54,7 @@ class EngineConfig:
         the host; None: on a GPU, and not on a CPU, where both are one. The tokens are the same.
     run_ahead: steps launched ahead with `overlap`: one usually, and up to this many while nothing waits and
         all that runs is decoding. A new request waits for these steps, a finished one wastes its share.
-    cuda_graphs: replay decode steps from CUDA graphs. Off unless asked for, because it is new; needs a GPU.
-    enforce_eager: no CUDA graphs, whatever `cuda_graphs` says.
+    enforce_eager: launch decode steps kernel by kernel on a GPU, too, and never replay them from CUDA graphs.
     deterministic: the bits of a request's logits depend on its own tokens alone, not on what else is in the
         batch, how its prompt is cut or what the cache holds. On a GPU by kernels that add in one order, which
         cost speed (docs/performance.md); on a CPU it holds without, but for `dtype` bfloat16 and float16,
@@ -85,7 +84,6 @@ class EngineConfig:
     num_threads: int | None = None
     overlap: bool | None = None
     run_ahead: int = DEFAULT_RUN_AHEAD
-    cuda_graphs: bool = False
     enforce_eager: bool = False
     deterministic: bool = False
     tensor_parallel_size: int = 1
@@ -123,7 +121,7 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "num_blocks", "num_threads"):
             if getattr(self, name) is not None:
                 self._positive_int(name)
-        for name in ("enable_prefix_caching", "cuda_graphs", "enforce_eager", "deterministic"):
+        for name in ("enable_prefix_caching", "enforce_eager", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.overlap is not None and not isinstance(self.overlap, bool):
@@ -162,7 +160,8 @@ class EngineConfig:
 
     @property
     def uses_graphs(self) -> bool:
-        return self.cuda_graphs and not self.enforce_eager
+        """Whether decode steps are replayed from CUDA graphs; told once the device is settled."""
+        return self.device == "cuda" and not self.enforce_eager
 
     def on_device(self, device: str) -> EngineConfig:
         """This config with `device` settled ("cpu" or "cuda").
@@ -177,8 +176,6 @@ class EngineConfig:
             )
         if device == "cpu" and self.gpu_memory is not None:
             raise ConfigError(f"gpu_memory={self.gpu_memory!r} needs a GPU{here}; use kv_cache_memory")
-        if device == "cpu" and self.uses_graphs:
-            raise ConfigError(f"cuda_graphs=True needs a GPU{here}; leave it out")
         if device == "cpu" and self.deterministic and self.dtype in ("bfloat16", "float16"):
             raise ConfigError(
                 f"deterministic=True cannot be kept with dtype={self.dtype!r} on a CPU{here}, where torch's "

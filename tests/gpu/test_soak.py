@@ -27,7 +27,6 @@ def engine_for(folder: str, dtype: str, *, deterministic: bool = False) -> Engin
     config = EngineConfig(
         model="m",
         device="cuda",
-        cuda_graphs=True,
         deterministic=deterministic,
         num_blocks=192,
         max_num_seqs=128,

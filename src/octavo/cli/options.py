@@ -56,8 +56,7 @@ class EngineOptions:
         bool, _engine("Read the tokens of a step before the next one is launched.", "--no-overlap")
     ] = False
     run_ahead: Annotated[int | None, _engine("Most steps launched ahead while nothing else waits.")] = None
-    cuda_graphs: Annotated[bool, _engine("Decode from CUDA graphs (new).", "--cuda-graphs")] = False
-    eager: Annotated[bool, _engine("No CUDA graphs.", "--eager")] = False
+    eager: Annotated[bool, _engine("No CUDA graphs on a GPU.", "--eager")] = False
     deterministic: Annotated[
         bool, _engine("The same bits whatever else is in the batch; slower on a GPU.", "--deterministic")
     ] = False
@@ -71,7 +70,6 @@ class EngineOptions:
         for option, name, value in (
             ("no_prefix_caching", "enable_prefix_caching", False),
             ("no_overlap", "overlap", False),
-            ("cuda_graphs", "cuda_graphs", True),
             ("eager", "enforce_eager", True),
             ("deterministic", "deterministic", True),
         ):

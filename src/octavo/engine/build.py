@@ -89,7 +89,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     vocab_size = loaded.config.vocab_size
     runner = ModelRunner(loaded.model, kv_cache, batches, Sampler(vocab_size))
     runner.warm_up(steps_to_compile(config) if is_compiled else [smallest_step()])
-    if config.uses_graphs:
+    if config.uses_graphs and is_compiled:  # plain torch reads lengths on the host, which no graph can hold
         runner.use_graphs(config.max_model_len, CudaCapture(loaded.device))
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
