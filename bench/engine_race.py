@@ -135,6 +135,8 @@ class Contestant:
             self.close(at_once=True)
             raise ContestantError(f"no answer in {timeout_s:.0f} s")
         if not line:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)  # it may still be about to, and its exit status is worth telling
             self.close(at_once=True)
             told = self._log.read_text(errors="replace").strip().splitlines()
             last = f": {told[-1][:300]}" if told else ""
