@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.models import saved, tiny_hf_model
 
 from octavo.config import EngineConfig
 from octavo.engine import sampler
-from octavo.engine.warm_up import SAMPLING, empty_step, largest_step, sequences, steps_to_compile
+from octavo.engine.build import build_engine
+from octavo.engine.warm_up import (
+    SAMPLING,
+    empty_step,
+    largest_step,
+    layers_of_each_kind,
+    sequences,
+    smallest_step,
+    steps_to_compile,
+)
+from octavo.models.config import ExpertsConfig
+from octavo.models.registry import load_model
 from octavo.sampling_params import SamplingParams
 
 
@@ -60,6 +74,42 @@ def test_steps_of_every_power_of_two_are_tried_and_the_largest(limits: tuple[int
     assert sizes >= {most, *(2**i for i in range(14) if 2**i <= most)}
     num_rows = {len(num_new) for num_new, _ in steps_to_compile(config_of(*limits)) if max(num_new) == 1}
     assert num_rows >= {2**i for i in range(14) if 2**i <= min(num_seqs, budget)}
+
+
+@pytest.mark.parametrize(
+    ("windows", "with_experts", "expected"),
+    [
+        ((None,) * 5, None, [0, 1]),
+        ((None,), None, [0]),
+        ((7, 7, 7, None, 7, 7, 7, None), None, [0, 1, 3]),
+        ((None, 7, 9, 7), None, [0, 1, 2]),
+        ((None,) * 4, (False, True, False, True), [0, 1, 2]),
+        ((7, None, 7, None), (False, False, True, True), [0, 1, 2, 3]),
+    ],
+)
+def test_layers_of_each_kind_run_and_no_others(
+    windows: tuple[int | None, ...], with_experts: tuple[bool, ...] | None, expected: list[int]
+) -> None:
+    """The first layer starts the residual stream, and is a kind of its own."""
+    experts = None
+    if with_experts is not None:
+        experts = ExpertsConfig(
+            layers=with_experts, num_experts=2, num_per_token=1, intermediate_size=4, normalised=True
+        )
+    config: Any = SimpleNamespace(num_layers=len(windows), sliding_window=windows, experts=experts)
+    assert layers_of_each_kind(config) == expected
+
+
+def test_a_step_of_some_layers_writes_to_their_caches_alone(tmp_path: Path) -> None:
+    folder = saved(tiny_hf_model("llama", num_hidden_layers=4), tmp_path)
+    engine = build_engine(EngineConfig(model="m", num_blocks=4, max_num_seqs=2), load_model(folder), None)
+    runner = engine.runner
+    for layer in runner.kv_cache.layers:
+        layer.k.zero_()
+    layers = runner.model.layers
+    runner.warm_up([smallest_step()], [0, 2])
+    assert [bool(layer.k.any()) for layer in runner.kv_cache.layers] == [True, False, True, False]
+    assert runner.model.layers is layers
 
 
 def test_a_step_over_nothing_spelled_out() -> None:

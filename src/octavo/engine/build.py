@@ -27,7 +27,7 @@ from octavo.engine.graph import CudaCapture
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.warm_up import largest_step, smallest_step, steps_to_compile
+from octavo.engine.warm_up import largest_step, layers_of_each_kind, smallest_step, steps_to_compile
 from octavo.errors import CapacityError, ConfigError
 from octavo.kernels import backend, warm_up
 from octavo.models.registry import LoadedModel, dtype_name
@@ -88,7 +88,9 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     )
     vocab_size = loaded.config.vocab_size
     runner = ModelRunner(loaded.model, kv_cache, batches, Sampler(vocab_size))
-    runner.warm_up(steps_to_compile(config) if is_compiled else [smallest_step()])
+    runner.warm_up([smallest_step()])
+    if is_compiled:
+        runner.warm_up(steps_to_compile(config), layers_of_each_kind(loaded.config))
     if config.uses_graphs and is_compiled:  # plain torch reads lengths on the host, which no graph can hold
         runner.use_graphs(config.max_model_len, CudaCapture(loaded.device))
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}

@@ -15,7 +15,7 @@ from octavo.engine.graph import Capture, DecodeGraphs
 from octavo.engine.profile import Span, StepProfile, no_span
 from octavo.engine.sampler import NOTHING_DRAWN, Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
-from octavo.engine.warm_up import SAMPLING, Shape, empty_step, sequences
+from octavo.engine.warm_up import SAMPLING, Shape, empty_step, sequences, with_layers
 from octavo.kernels.cpu import threads
 from octavo.models.registry import CausalLM
 
@@ -51,19 +51,25 @@ class ModelRunner:
             # torch's threads and ours would fight over the cores: torch gets them only for its own products.
             self._torch_threads = threads.num_threads() if model.weights_form == "dense" else 1
 
-    def warm_up(self, shapes: Iterable[Shape]) -> None:
+    def warm_up(self, shapes: Iterable[Shape], layers: list[int] | None = None) -> None:
         """Compile or load every kernel that steps like these run, so that no request waits for it.
 
-        They write to the first block: nobody may own it yet.
+        They write to the first block: nobody may own it yet. `layers`: run those alone.
         """
+        model, caches = self.model, self.kv_cache.layers
+        if layers is not None:
+            model, caches = with_layers(model, layers), [caches[layer] for layer in layers]
+        sampled: set[int] = set()
         with self._running():
             for shape in shapes:
                 batch = empty_step(shape, self.kv_cache.spec.block_size, self.device)
-                hidden = self.model(batch.input_ids, batch.positions, self.kv_cache.layers, batch.metadata)
-                logits = self.model.compute_logits(hidden[batch.logits_rows])
-                # Sampling compiles nothing on a CPU.
-                for params in SAMPLING if self.device.type == "cuda" else ():
-                    self.sampler.sample(logits, sequences(len(logits), params))
+                hidden = model(batch.input_ids, batch.positions, caches, batch.metadata)
+                logits = model.compute_logits(hidden[batch.logits_rows])
+                # Sampling compiles nothing on a CPU, and nothing new for as many rows.
+                if self.device.type == "cuda" and len(logits) not in sampled:
+                    sampled.add(len(logits))
+                    for params in SAMPLING:
+                        self.sampler.sample(logits, sequences(len(logits), params))
             # What takes the drawn tokens to the next step.
             row = torch.zeros(1, dtype=torch.int64, device=self.device)
             last = self._last_token_ids.index_select(0, row)

@@ -5,7 +5,9 @@ Such a step reads and writes the first block of the cache, which nobody owns yet
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +15,11 @@ import torch
 from octavo.config import EngineConfig
 from octavo.engine.batch import Batch, pack_batch
 from octavo.engine.request import Request, Sequence
+from octavo.models.config import ModelConfig
 from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.models.registry import CausalLM
 
 SAMPLING = (
     SamplingParams(temperature=0.0),
@@ -52,7 +58,6 @@ def steps_to_compile(config: EngineConfig) -> Iterator[Shape]:
     yield smallest_step()
     most = min(config.max_num_seqs, budget)
     for batch in _powers_of_two(most):
-        yield [1] * batch, [1] * batch
         yield [1] * batch, [longest] + [1] * (batch - 1)
     for num_tokens in _powers_of_two(min(longest * most, budget)):
         if num_tokens > longest:
@@ -60,10 +65,24 @@ def steps_to_compile(config: EngineConfig) -> Iterator[Shape]:
             yield num_new, num_new
             continue
         yield [num_tokens], [num_tokens]
-        yield [num_tokens], [longest]
         if num_tokens < budget and most > 1:
             yield [num_tokens, 1], [num_tokens, longest]
     yield largest_step(config)
+
+
+def layers_of_each_kind(config: ModelConfig) -> list[int]:
+    """The first layer, and after it the first of each kind: no other launches anything that these do not."""
+    experts = (False,) * config.num_layers if config.experts is None else config.experts.layers
+    kinds = list(zip(config.sliding_window, experts, strict=True))
+    found = {kinds[layer]: layer for layer in range(len(kinds) - 1, 0, -1)}
+    return sorted({0, *found.values()})
+
+
+def with_layers(model: CausalLM, layers: list[int]) -> CausalLM:
+    """The model with those of its layers alone; it shares their parameters."""
+    shorter = copy.copy(model)
+    shorter.layers = [model.layers[layer] for layer in layers]
+    return shorter
 
 
 def empty_step(shape: Shape, block_size: int, device: torch.device) -> Batch:

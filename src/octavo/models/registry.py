@@ -40,6 +40,8 @@ class CausalLM(Protocol):
     config: ModelConfig
     weights_form: Form
     """How its matrices are held; see `octavo.kernels.linear`."""
+    layers: list[Any]
+    """What a call runs one after the other, each with the cache of the same place."""
 
     def __call__(
         self,

@@ -20,13 +20,15 @@ class Checkpoint(Protocol):
     """Tensors under their Hugging Face names, read one at a time and never held."""
 
     name: str
+    fills_any_device: bool
+    """Whether `read_into` takes tensors that are not on the CPU, too."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
         """Shape of every tensor by name."""
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` (of shape `shapes[name]`, contiguous, on the CPU, any float dtype) with that tensor."""
+        """Fill `out` (of shape `shapes[name]`, contiguous, any float dtype) with that tensor."""
 
     def same_values(self, first: str, second: str) -> bool:
         """Whether the two tensors hold the same bytes in the same format."""

@@ -14,8 +14,11 @@ class DummyCheckpoint:
     """Norm weights 1, biases within 0.02, matrices uniform with variance 1 / columns: logits have a
     spread of about 1.
 
-    A tensor's values depend on `seed` and its name only.
+    They are drawn on the device that is to have them. A tensor's values depend on `seed`, its name and that
+    kind of device only.
     """
+
+    fills_any_device = True
 
     def __init__(self, shapes: Mapping[str, Shape], seed: int) -> None:
         self.name = "dummy weights"
@@ -26,7 +29,9 @@ class DummyCheckpoint:
         if name.endswith(("norm.weight", ".ln_1.weight", ".ln_2.weight", ".ln_f.weight")):
             out.fill_(1.0)
             return
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        if out.is_meta:  # a shape without values, and no generator makes any
+            return
+        generator = torch.Generator(out.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         bound = 0.02 if out.dim() == 1 else (3.0 / out.shape[1]) ** 0.5
         out.uniform_(-bound, bound, generator=generator)
 

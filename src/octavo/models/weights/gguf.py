@@ -43,6 +43,8 @@ _CHUNK_VALUES = 256 * 1024
 class GGUFCheckpoint:
     """The tensors of `file`, which stays its owner's to close."""
 
+    fills_any_device = False
+
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self.name = str(file.path)
         self._file = file

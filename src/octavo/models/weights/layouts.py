@@ -31,6 +31,8 @@ class MappedCheckpoint(Checkpoint, Protocol):
 class Rearranged:
     """`checkpoint` with the tensors of `parts` in place of those that they are parts of."""
 
+    fills_any_device = False
+
     def __init__(self, checkpoint: MappedCheckpoint, parts: Mapping[str, Part]) -> None:
         self.name = checkpoint.name
         self._checkpoint = checkpoint

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from octavo.kernels.grouped_linear import PackedExperts, pack_experts
-from octavo.kernels.linear import Form, PackedWeight, pack_weight
+from octavo.kernels.linear import UNPACKED, Form, PackedWeight, pack_weight
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm
 from octavo.models.weights.checkpoint import Checkpoint, Shape, is_harmless
@@ -46,19 +46,21 @@ class Parameters:
         self._progress = progress
         self._num_read = 0
         self._num_tensors = sum(not is_harmless(name) for name in checkpoint.shapes)
-        self._buffer = torch.empty(0, dtype=dtype)
+        self._place = device if checkpoint.fills_any_device else torch.device("cpu")  # what it is read into
+        self._buffer = torch.empty(0, dtype=dtype, device=self._place)
 
     def matrix(self, *names: str, is_quantised: bool = True) -> PackedWeight:
         """The matrices `names`, stacked row-wise in that order, packed; exactly, unless `is_quantised`."""
         shape = self._stacked_shape(names)
         is_smaller = self._form in ("float16", "int8")
         form: Form = "float32" if is_smaller and not is_quantised else self._form
-        # The dense form keeps the very tensor it is given; the others copy, so theirs can be used again.
-        is_kept = form == "dense" and self.device.type == "cpu"
-        rows = torch.empty(shape, dtype=self._dtype) if is_kept else self._scratch(shape)
+        # Unpacked forms keep the very tensor they are given; the others copy, so theirs can be used again.
+        is_kept = form in UNPACKED and self.device == self._place
+        rows = self._empty(shape) if is_kept else self._scratch(shape)
         self._read(names, rows)
         packed = pack_weight(rows.to(self.device), form)
-        if packed.data.untyped_storage().data_ptr() == self._buffer.untyped_storage().data_ptr():
+        scratch = self._buffer.untyped_storage().data_ptr()
+        if not is_kept and packed.data.untyped_storage().data_ptr() == scratch:
             # a machine that cannot pack: the form became dense
             packed = replace(packed, data=packed.data.clone())
         self.nbytes += packed.nbytes
@@ -79,7 +81,7 @@ class Parameters:
 
     def vector(self, *names: str) -> torch.Tensor:
         """The vectors `names`, laid end to end."""
-        values = torch.empty(self._stacked_shape(names), dtype=self._dtype)
+        values = self._empty(self._stacked_shape(names))
         self._read(names, values)
         vector = values.to(self.device)
         self.nbytes += vector.nbytes
@@ -122,10 +124,13 @@ class Parameters:
         """Room for one matrix to be packed from. Small ones share it: holes would outlive loading."""
         size = math.prod(shape)
         if size * self._dtype.itemsize > _SCRATCH_BYTES:
-            return torch.empty(shape, dtype=self._dtype)
+            return self._empty(shape)
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=self._dtype)
+            self._buffer = self._empty((size,))
         return self._buffer[:size].view(shape)
+
+    def _empty(self, shape: Shape) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._place)
 
     def _read(self, names: tuple[str, ...], out: torch.Tensor) -> None:
         first = 0

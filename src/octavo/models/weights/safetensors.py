@@ -27,6 +27,8 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 class SafetensorsCheckpoint:
     """The tensors of `folder`/model.safetensors, or of the shards its index lists."""
 
+    fills_any_device = False
+
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
         self.shapes: dict[str, Shape] = {}
