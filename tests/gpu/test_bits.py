@@ -15,6 +15,7 @@ from octavo.kernels import (
     rms_norm,
     rotate_and_write_kv_cache,
     silu_and_mul,
+    warm_up,
 )
 from octavo.kernels.triton.monitor import forbid_compiles
 
@@ -244,10 +245,14 @@ def test_batch_invariant_rows_do_not_depend_on_the_chunks_of_their_prompt(option
         assert torch.equal(torch.cat(pieces), whole), f"chunks at {starts}"
 
 
-def test_other_lengths_and_batches_compile_nothing(path: str) -> None:
+def test_after_warm_up_other_lengths_and_batches_compile_nothing(path: str) -> None:
     case = PATHS[path]
-    prepare(case, "cuda").run()
+    warm_up(
+        *case.heads, case.head_dim, case.dtype, case.dtype, case.block_size, "cuda",
+        max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=8192, rotary_dim=0,
+    )  # fmt: skip
     others = [
+        case,
         replace(case, lens_q=(1,) if path == "decode" else (9,), lens_k=(17,)),
         replace(case, lens_q=case.lens_q * 3, lens_k=case.lens_k * 3),
         replace(case, lens_q=case.lens_q[:2], lens_k=(1, 4096)),
@@ -256,11 +261,16 @@ def test_other_lengths_and_batches_compile_nothing(path: str) -> None:
     prepared = [prepare(other, "cuda") for other in others]
     with forbid_compiles():
         for inputs in prepared:
-            assert inputs.run()[0].isfinite().all()
+            assert attended(inputs).isfinite().all()
         for start in (1, 2, 3):  # rows that begin at odd places of a larger buffer
-            used = prepared[1].arguments
-            q = torch.cat([used["q"][:start], used["q"]])[start:]
-            prepared[1].run(q=q)
+            used = prepared[2].arguments
+            attended(prepared[2], q=torch.cat([used["q"][:start], used["q"]])[start:])
+
+
+def attended(inputs: Inputs, **changes: object) -> Tensor:
+    """As a layer calls it: without the LSE, which kernels that store it are compiled apart for."""
+    arguments = {**inputs.arguments, **changes}
+    return flash_attn_varlen_func(out=torch.full_like(arguments["q"], torch.nan), **arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
