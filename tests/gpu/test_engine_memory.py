@@ -66,7 +66,7 @@ def test_qwen3_06b_with_dummy_weights_generates_and_gives_its_memory_back(tmp_pa
 def test_what_a_gpu_cannot_do_is_named(
     folder: str, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    small = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    small: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     with pytest.raises(error, match=message):
         LLM(folder, load_format="dummy", **small, **options)
 
