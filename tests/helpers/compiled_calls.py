@@ -109,11 +109,11 @@ def experts(num_rows: int, width: int, depth: int, dtype: torch.dtype = BF16, nu
     return lambda: grouped_linear(x, weights, offsets, sources=rows, targets=rows, scale=torch.ones(num_rows))
 
 
-def draw(num_rows: int) -> Call:
+def draw(num_rows: int, dtype: torch.dtype = FP32) -> Call:
     def filled(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype)
 
-    logits = torch.zeros(num_rows, 151_936)
+    logits = torch.zeros(num_rows, 151_936, dtype=dtype)
     return lambda: sample(
         logits,
         temperature=filled(0.8, FP32),
@@ -182,6 +182,7 @@ ALL: dict[str, Call] = SOME | {
     "decode rows 256": decode_rows(256, 2560),
     "sample 1": draw(1),
     "sample 256": draw(256),
+    "sample 256 bf16": draw(256, BF16),
 }
 
 

@@ -146,7 +146,7 @@ class PagedDriver:
         flat = torch.tensor([token for ids in chunks.values() for token in ids], device=self.device)
         with torch.inference_mode():
             hidden = self.model(flat, torch.tensor(positions, device=self.device), self.kv_caches, meta)
-            logits = self.model.compute_logits(hidden)
+            logits = self.model.compute_logits(hidden).float()
         return {name: logits[q_ends[i] : q_ends[i + 1]] for i, name in enumerate(chunks)}
 
     def greedy(self, prompt: Sequence[int], num_tokens: int, name: str = "greedy") -> list[int]:

@@ -214,3 +214,29 @@ def test_wrong_arguments_are_named(change, message):
 def test_gradients_are_refused():
     with pytest.raises(UnsupportedKernelConfig, match=r"logits\.requires_grad"):
         sample(torch.zeros(1, 4, requires_grad=True), **arguments(1))
+
+
+@pytest.mark.rooms("reference", "triton")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 1.5, "top_k": 9, "top_p": 0.9},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"temperature": 0.7, "top_k": 50, "top_p": 0.95, "min_p": 0.01},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("implementation")
+def test_sixteen_bit_logits_count_as_their_float32_copies(options, dtype):
+    logits = (3 * torch.randn(12, 300, generator=torch.Generator().manual_seed(2))).to(dtype)
+    logits[7, 5], logits[8, 299], logits[9], logits[10, 40:] = NAN, INF, -INF, -INF
+    given = arguments(12, **options)
+    ids, logprobs = sample(logits, **given, return_logprobs=True)
+    wide_ids, wide_logprobs = sample(logits.float(), **given, return_logprobs=True)
+    assert ids.tolist() == wide_ids.tolist()
+    assert torch.equal(logprobs.nan_to_num(7.0), wide_logprobs.nan_to_num(7.0))
+    assert [row for row, token in enumerate(ids.tolist()) if token < 0] == [7, 8, 9]

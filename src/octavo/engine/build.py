@@ -150,6 +150,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
+        logits_dtype=loaded.dtype,
     )
     if made:
         num_compiled = sum(not one.from_disk for one in made)

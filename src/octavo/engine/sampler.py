@@ -108,8 +108,9 @@ class Sampler:
         """Have the next token of each sequence chosen. A GPU is still at it when this returns.
 
         Args:
-            logits: (R, vocab_size) float32 (on a GPU also bfloat16 or float16), one row per sequence; not
-                modified, here or by the caller until the tokens are collected.
+            logits: (R, vocab_size) float32, bfloat16 or float16, one row per sequence; not modified, here or
+                by the caller until the tokens are collected. They count as their float32 copies do, and on a
+                GPU are copied only where options change them.
             sequences: R sequences; their params, seed, stop_ids, num_prompt_tokens and num_tokens are read,
                 and the token_ids and grammar of those that have penalties or a grammar, which must know all
                 of their tokens.
@@ -126,6 +127,7 @@ class Sampler:
         if self._with_kernel or not logits.is_cpu:
             return self._launch_kernel(logits, plan)
 
+        logits = logits.float()
         highest = logits.amax(dim=1)
         errors = _errors(highest, _RAW_REASONS)
         work = plan.process(logits)
@@ -188,7 +190,7 @@ class Sampler:
         """Log probabilities of given tokens, each with the `k` most likely ones (-1: all of the vocabulary).
 
         Args:
-            logits: (n, vocab_size) float32, the model's own, not modified; row i predicts target_ids[i].
+            logits: (n, vocab_size), the model's own, as in `launch`; row i predicts target_ids[i].
             target_ids: n ids inside the vocabulary.
 
         Returns n dicts: the target first, then the most likely tokens by rank.

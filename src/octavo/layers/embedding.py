@@ -20,7 +20,7 @@ class Embedding:
 
 
 class LMHead:
-    """hidden (R, hidden) -> logits (R, vocab) float32."""
+    """hidden (R, hidden) -> logits (R, vocab), of the dtype of hidden."""
 
     __slots__ = ("weight",)
 
@@ -28,4 +28,4 @@ class LMHead:
         self.weight = weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, self.weight).float()
+        return linear(hidden, self.weight)

@@ -142,7 +142,7 @@ class DecoderCausalLM:
         return self.norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden (R, hidden), only the rows that need logits -> (R, vocab) float32."""
+        """hidden (R, hidden), only the rows that need logits -> (R, vocab), of its dtype."""
         return self.head(hidden)
 
 

@@ -90,7 +90,7 @@ class GPT2CausalLM:
         return self.norm(x)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden (R, hidden), only the rows that need logits -> (R, vocab) float32."""
+        """hidden (R, hidden), only the rows that need logits -> (R, vocab), of its dtype."""
         return self.head(hidden)
 
 

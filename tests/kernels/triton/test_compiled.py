@@ -47,6 +47,7 @@ SPILLS_IN_LOOPS = {
     (90, "sample 1"): 2,
     (90, "sample 64"): 2,
     (90, "sample 256"): 2,
+    (90, "sample 256 bf16"): 10,
     (80, "prefill 16/8/128"): 6,
     (86, "prefill 16/8/128"): 6,
     (86, "sample 64"): 2,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import backend, sample
+from octavo.kernels.reference.sampling import uniform
 from octavo.kernels.triton import sampling as triton_sampling
 from octavo.kernels.triton import tuning
 
@@ -127,7 +128,7 @@ def test_no_more_groups_hold_candidates_than_tokens_are_kept(monkeypatch: pytest
     """
     launch(monkeypatch, **LISTED)
     row = torch.full((768,), -torch.inf)
-    row[torch.arange(0, 768, 256)[:, None] + torch.arange(0, 16, 4)] = torch.linspace(1, 2, 12).view(3, 4)
+    row[torch.arange(0, 768, 256)[:, None] + torch.arange(0, 32, 8)] = torch.linspace(1, 2, 12).view(3, 4)
     top_k = torch.arange(2, 13, dtype=torch.int32).repeat(2)
     ours, right = many_draws(row, len(top_k), top_k=top_k, temperature=torch.full((len(top_k),), 100.0))
     assert ours == right
@@ -208,3 +209,22 @@ def test_extremes_stay_in_range() -> None:
         )
         assert 0 <= ids[0] <= 2
         assert ids[1] == 0
+
+
+def test_sixteen_bit_logits_weigh_what_their_float32_copies_do() -> None:
+    """Also at the edge of two tiles, where draws tell of the last bits of a tile's mass.
+
+    A weight of e^-16 counts for nothing beside a 1 in its group, and in full in a group of its own: the mass
+    of the first tile depends on whether the ids 0 and 4 share a group.
+    """
+    logits = torch.full((512,), -16.0)
+    logits[[0, 4, 256, 257]] = 0.0
+    seeds = torch.arange(6_000_000)
+    points = uniform(seeds, torch.zeros_like(seeds))
+    seeds = seeds[(points - 0.5).abs() < 3e-6]
+    assert len(seeds) > 20
+    options = {"temperature": torch.ones(len(seeds)), "seeds": seeds, "positions": torch.zeros_like(seeds)}
+    rows = logits.expand(len(seeds), -1)
+    expected = sample(rows, **options)
+    assert len(set(expected.tolist())) > 1
+    assert sample(rows.bfloat16(), **options).tolist() == expected.tolist()

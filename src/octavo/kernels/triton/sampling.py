@@ -48,9 +48,11 @@ from octavo.kernels.triton.sampling_parts import (
 from octavo.kernels.triton.sampling_search import search
 from octavo.kernels.triton.tuning import Parameters
 
-# Logits of a tile. Part of the arithmetic (groups are made of its rows), not a tuning parameter.
+# Logits of a tile, of a group, and how many of these are neighbours. Part of the arithmetic, and so the same
+# for every dtype: a row has the token of its float32 copy.
 TILE = 8192
 GROUP = 64
+VEC = 8
 # Without a table for the GPU. stages: 1 is a program per tile; with more, `programs` per multiprocessor fetch
 # tiles ahead. choose_registers: so few that two programs of `_choose` share a multiprocessor.
 DEFAULTS = {
@@ -71,8 +73,8 @@ DEFAULTS = {
 def _group_mass(x, highest, scale):
     """Sum of a group's weights in units of 2^-22, an int32: the same in any order."""
     # The sum of a weight and 2 has that unit; its bits less those of 2.0 are the weight in it.
-    units = (weight_of(x, highest[None, :, None], scale) + 2.0).to(tl.int32, bitcast=True) - 0x40000000
-    return tl.sum(tl.sum(units, axis=2), axis=0)
+    units = (weight_of(x, highest[:, None], scale) + 2.0).to(tl.int32, bitcast=True) - 0x40000000
+    return tl.sum(units, axis=1)
 
 
 @triton.jit(
@@ -105,10 +107,12 @@ def _summarise(
         ids += (unit % num_tiles) * (ROWS * GROUPS * VEC)
         source = logits + row * row_stride
         x = tl.load(source + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-        # Loaded as a matrix: a warp reads consecutive memory, and a thread's VEC x ROWS numbers are a group.
-        x = tl.reshape(x, (ROWS, GROUPS, VEC))
+        # Loaded as a matrix: a warp reads consecutive memory, and a group is the ROWS x VEC numbers of one
+        # thread, or of two where VEC numbers are 32 bytes.
+        x = tl.permute(tl.reshape(x, (ROWS, GROUPS, VEC)), (1, 0, 2))
+        x = tl.reshape(x, (GROUPS, ROWS * VEC))
         x = tl.where(x == x, x, float("inf"))  # NaN and +inf are equally bad
-        highest = tl.max(tl.max(x, axis=2), axis=0)
+        highest = tl.max(x, axis=1)
         out = (tl.zeros((), tl.int64) + unit) * GROUPS + tl.arange(0, GROUPS)
         tl.store(group_max + out, highest)
         if temperature > 0:
@@ -365,11 +369,10 @@ def sample(
         return ids, logprobs
     given = parameters or tuning.parameters("sample", device, key(logits.dtype), DEFAULTS)
     dependent = launch.options({"PDL": given["PDL"]}, device)
-    vec = 16 // logits.element_size()
     groups = TILE // GROUP
     num_tiles = triton.cdiv(vocab_size, TILE)
     num_groups = num_tiles * groups
-    shape = {"ROWS": GROUP // vec, "GROUPS": groups, "VEC": vec}
+    shape = {"ROWS": GROUP // VEC, "GROUPS": groups, "VEC": VEC}
     all_groups = max(2 * groups, triton.next_power_of_2(num_groups))
     group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=device)
     group_sum = torch.empty_like(group_max, dtype=torch.int32)

@@ -69,7 +69,8 @@ def warm_up(
         batch_invariant: as in `flash_attn_varlen_func`.
         hidden_size: for rms_norm.      intermediate_size: for silu_and_mul.
         vocab_size, logits_dtype: for sample, with all of top_k, top_p and min_p and with none (a subset is a
-            kernel of its own). None leaves that kernel out, as with the two sizes above.
+            kernel of its own), and without log probabilities in float32, too. None leaves that kernel out, as
+            with the two sizes above.
 
     Returns:
         What had to be compiled or loaded from disk, for the log.
@@ -204,7 +205,10 @@ def _jobs(model: ModelShape) -> Iterator[Callable[[], object]]:
         for with_filters in (True, False):
             for return_logprobs in (False, True):
                 how = {"with_filters": with_filters, "return_logprobs": return_logprobs}
-                yield functools.partial(_sample, model, **how)
+                yield functools.partial(_sample, model, model.logits_dtype, **how)
+            if model.logits_dtype != torch.float32:  # a copy that options have changed
+                how = {"with_filters": with_filters, "return_logprobs": False}
+                yield functools.partial(_sample, model, torch.float32, **how)
     for window in model.window_sizes:
         yield functools.partial(_prefill, model, window)
         for lengths in _SHORT_LENGTHS:
@@ -294,12 +298,14 @@ def _small(model: ModelShape) -> None:
             )
 
 
-def _sample(model: ModelShape, *, with_filters: bool, return_logprobs: bool) -> None:
+def _sample(
+    model: ModelShape, logits_dtype: torch.dtype, *, with_filters: bool, return_logprobs: bool
+) -> None:
     from octavo.kernels import sample
 
     assert model.vocab_size is not None
     for rows in _around_powers(model.max_num_seqs):
-        logits = torch.zeros((rows, model.vocab_size), dtype=model.logits_dtype, device=model.device)
+        logits = torch.zeros((rows, model.vocab_size), dtype=logits_dtype, device=model.device)
         ones = torch.ones(rows, device=model.device)
         zeros = torch.zeros(rows, dtype=torch.int64, device=model.device)
         top_k = torch.full((rows,), 20, dtype=torch.int32, device=model.device)
