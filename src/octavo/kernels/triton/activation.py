@@ -15,6 +15,7 @@ from octavo.kernels.triton.tuning import Parameters
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@launch.direct
 @triton.jit(do_not_specialize=["x_row"])
 def _silu_and_mul(
     x, out, x_row,
@@ -31,6 +32,7 @@ def _silu_and_mul(
     tl.store(out + row * WIDTH + dims, activated.to(out.dtype.element_ty), mask=mask)
 
 
+@launch.direct
 @triton.jit(do_not_specialize=["x_row"])
 def _gelu_tanh(
     x, out, x_row,

@@ -40,6 +40,7 @@ from octavo.kernels.triton.attention_arguments import (
 )
 from octavo.kernels.triton.decode_invariant import decode_invariant
 from octavo.kernels.triton.decode_tiles import load_quickly, look_up, split_scales
+from octavo.kernels.triton.launch import direct
 from octavo.kernels.triton.launch import options as launch_options
 from octavo.kernels.triton.tuning import Parameters, parameters
 
@@ -48,6 +49,7 @@ _NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: 
 _PLAN = ("ranks", "least")
 
 
+@direct
 @triton.jit(do_not_specialize=(*UNSPECIALISED, *_PLAN), do_not_specialize_on_alignment=UNALIGNED)
 def _decode(
     q, k, v, out, lse, piece_acc, piece_sums,
@@ -234,6 +236,7 @@ def _decode(
             unit += tl.maximum(count, 1)  # rows that max_seqlen_q denies have no units: go on all the same
 
 
+@direct
 @triton.jit(do_not_specialize=(*UNSPECIALISED, *_PLAN), do_not_specialize_on_alignment=UNALIGNED)
 def _merge_pieces(
     out, lse, piece_acc, piece_sums, cu_seqlens_q, cu_seqlens_k, leftpad, sinks, v_scale,

@@ -24,10 +24,12 @@ from octavo.kernels.triton.attention_arguments import (
     invariant_tile,
     with_scales_applied,
 )
+from octavo.kernels.triton.launch import direct
 
 _CHUNK: tl.constexpr = tl.constexpr(tiles.INVARIANT_CHUNK)
 
 
+@direct
 @triton.jit(do_not_specialize=(*UNSPECIALISED, "most_chunks"), do_not_specialize_on_alignment=UNALIGNED)
 def _decode_chunks(
     q, k, v, out, lse, partial_acc, partial_sums,
@@ -142,6 +144,7 @@ def _decode_chunks(
             unit += 1
 
 
+@direct
 @triton.jit(do_not_specialize=(*UNSPECIALISED, "most_chunks"), do_not_specialize_on_alignment=UNALIGNED)
 def _merge_chunks(
     out, lse, partial_acc, partial_sums, cu_seqlens_q, cu_seqlens_k, leftpad, sinks, v_scale,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.triton.launch import direct
+
 _VARYING = ["batch", "num_columns", "block_size"]
 _POINTERS = [
     "rows", "positions", "last_token_ids", "block_tables", "input_ids", "slot_mapping", "cu_seqlens_k",
@@ -16,6 +18,7 @@ _POINTERS = [
 ]  # fmt: skip
 
 
+@direct
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_POINTERS)
 def _prepare_decode(
     rows, positions, last_token_ids, block_tables, input_ids, slot_mapping, cu_seqlens_k, block_table,

@@ -28,6 +28,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TILES = {16: (64, 256, 4, 4), 32: (64, 256, 4, 3), 64: (128, 128, 4, 3), 128: (128, 128, 8, 3)}
 
 
+@launch.direct
 @triton.jit
 def _grouped_linear(
     x, w, offsets, sources, targets, scale, out,

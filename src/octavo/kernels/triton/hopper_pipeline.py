@@ -38,6 +38,7 @@ from triton.language.core import _aggregate as aggregate
 
 from octavo.kernels.triton import tiles
 from octavo.kernels.triton.hopper_ring import Ring, new_ring, receive, send
+from octavo.kernels.triton.launch import direct
 
 BLOCK_M = gl.constexpr(128)
 PACKED, PAGED, RUNS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # where keys lie; runs: a block each
@@ -376,6 +377,7 @@ def _store(plan, acc, high, total, out, lse, head, row, q_start, q_len, lse_stri
 # ---------------------------------------------------------------------------------------------------------
 
 
+@direct
 @gluon.jit(
     do_not_specialize=["batch", "num_tiles", "left", "right", "table_stride", "lse_stride"],
     do_not_specialize_on_alignment=["lse", "cu_seqlens_q", "cu_seqlens_k", "block_table", "counter"],

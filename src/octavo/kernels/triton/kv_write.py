@@ -36,6 +36,7 @@ def place_of(slots, num_slots, block_size, BLOCK_SIZE: tl.constexpr):
     return slots // block_size, slots % block_size, inside
 
 
+@launch.direct
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["slot_mapping"])
 def _write(
     k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, num_rows, num_slots, block_size,

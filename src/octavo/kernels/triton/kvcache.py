@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.kernels.reference.kvcache import Angles, Plan
 from octavo.kernels.triton import on_device_of
+from octavo.kernels.triton.launch import direct
 
 _BLOCK: tl.constexpr = tl.constexpr(128)
 _VARYING = (
@@ -36,6 +37,7 @@ def _gather_angles(
     tl.store(angles + places + HALF, sines.to(tl.float32), mask=mask)
 
 
+@direct
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=("lens", "table", "cos", "sin"))
 def _plan(
     lens, table, cos, sin, cu_seqlens_q, cu_seqlens_k, rows, slots, q_angles, k_angles, order,

@@ -1,5 +1,21 @@
-"""What the small kernels share in being launched.
+"""What kernels share in being launched: with little work of the host, and chained.
 
+For every launch, Triton's own `kernel[grid](...)` looks up which compiled kernel the arguments need: knobs
+are read, keys made of text, the launch described to hooks that nobody has set. On a slow host that is 40 us,
+and a step that is no CUDA graph has 170 of them. `direct` leaves out what is not needed:
+
+- which kernel: Triton's own binder, compiled into its library, says what the arguments specialise (types,
+  divisibility, alignment, constants, options). Its answer is the key under which the compiled kernel was
+  kept, so that the choice is Triton's, by construction. A key that is new goes through Triton's own call,
+  which compiles, tells whoever watches, and launches;
+- the launch: by the launcher that Triton made for that kernel, which knows its attributes (dependent launch,
+  cooperative grid, clusters), on the stream that Triton would take.
+
+Everything is Triton's own wherever somebody looks on (hooks around launches, debugging), in the interpreter,
+and in a version of Triton whose launchers were not looked at.
+
+Dependent launches
+------------------
 Programmatic dependent launch (NVIDIA, from compute capability 9.0) lets a kernel get on its way while the one
 before it still runs: its programs start as soon as there is room for them, and then wait for the kernels
 before them to end. In a chain of short kernels that hides the launches. The rule, for every kernel that is
@@ -20,14 +36,73 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from octavo.kernels import triton as room
 from octavo.kernels.triton.tuning import Parameters
+
+_KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")  # versions of Triton that launch in one and the same way
+_runtime = triton.knobs.runtime
+
+
+def direct(kernel: Any) -> Any:
+    """Decorates a kernel that the host launches: the same call, `kernel[grid](...)`, with less work."""
+    if isinstance(kernel, JITFunction) and triton.__version__.startswith(_KNOWN):
+        return Direct(kernel)
+    return kernel
+
+
+class Direct:
+    """A kernel, and the compiled ones that were launched through it; see the docstring of this module."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._made: dict[tuple[Any, ...], CompiledKernel] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> CompiledKernel | None:
+        if self.is_watched():
+            return self.kernel[grid](*args, **kwargs)
+        active = driver.active
+        device = active.get_current_device()
+        bound, specialisation, options = self.kernel.device_caches[device][-1](*args, **kwargs)
+        key = (device, *specialisation, *options.items())
+        made = self._made.get(key)
+        if made is None:
+            made = self.kernel[grid](*args, **kwargs)
+            if isinstance(made, CompiledKernel):  # what is still being compiled is not
+                self._made[key] = made
+            return made
+        made.run(
+            *grid, *_ONES[len(grid) :], active.get_current_stream(device), made.function,
+            made.packed_metadata, None, None, None, *bound.values(),
+        )  # fmt: skip
+        return made
+
+    def is_watched(self) -> bool:
+        """Whether a launch does more, or compiles otherwise, than without hooks and debugging."""
+        enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+        return bool(
+            getattr(enter, "calls", enter)
+            or getattr(leave, "calls", leave)
+            or _runtime.debug
+            or self.kernel.debug
+            or self.kernel.pre_run_hooks
+            or getattr(_runtime, "add_stages_inspection_hook", None)
+        )
+
+
+_ONES = (1, 1, 1)
 
 
 @triton.jit

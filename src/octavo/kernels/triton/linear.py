@@ -23,6 +23,7 @@ _FEW_TILES = 256
 """Columns of tiles below which narrower ones keep more of a GPU busy."""
 
 
+@launch.direct
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
     x, w, bias, out, num_rows, depth,

@@ -25,6 +25,7 @@ def _begin(row, inner, stride_outer, stride_inner, IS_GRID: tl.constexpr, ALIGN:
     return at[:, None]
 
 
+@launch.direct
 @triton.jit(do_not_specialize=["num_rows", "inner", "x_outer", "x_inner", "residual_outer", "residual_inner"])
 def _norm(
     x, weight, out, residual, new_residual, eps,

@@ -34,6 +34,7 @@ from octavo.kernels.triton.attention_arguments import (
     shape_key,
     with_scales_applied,
 )
+from octavo.kernels.triton.launch import direct
 from octavo.kernels.triton.tuning import parameters
 
 _SHORT: tl.constexpr = tl.constexpr(tiles.SHORT)
@@ -63,6 +64,7 @@ def _find_tile(cu_seqlens_q, batch, wanted, GROUP: tl.constexpr, BLOCK_M: tl.con
     return sequence, ends_at - 1 - wanted
 
 
+@direct
 @triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def _prefill(
     q, k, v, out, lse, partial_acc, partial_sums,
@@ -197,6 +199,7 @@ def _prefill(
             )  # fmt: skip
 
 
+@direct
 @triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def _combine(
     out, lse, partial_acc, partial_sums, cu_seqlens_q, sinks, v_scale,

@@ -80,6 +80,7 @@ def join_pairs(
     return tl.reshape(tl.join(first, second), (BLOCK_T, BLOCK_H, 2 * BLOCK_R))
 
 
+@launch.direct
 @triton.jit(
     do_not_specialize=["num_tokens", "num_positions", "table_row", "q_token", "q_head", "k_token", "k_head"],
     do_not_specialize_on_alignment=["positions"],

@@ -157,6 +157,7 @@ def _keys_and_values(
     store(v_cache, v_to, values, mask & (dims < HEAD_DIM), v_factor, FORM)
 
 
+@launch.direct
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotate_and_write(
     q, k, v, q_out, table, positions, q_weight, k_weight, eps,
