@@ -23,6 +23,7 @@ from octavo.kernels import (
     gelu_tanh,
     grouped_linear,
     linear,
+    norm_linear,
     pack_experts,
     pack_weight,
     rms_norm,
@@ -101,6 +102,15 @@ def product(num_rows: int, width: int, depth: int, dtype: torch.dtype = BF16) ->
     return lambda: linear(torch.zeros(num_rows, depth, dtype=dtype), weight, torch.zeros(width, dtype=dtype))
 
 
+def few_rows(num_rows: int, width: int, depth: int, *, is_fused: bool = False) -> Call:
+    """A plain product; or norm, [gate; up] and what they make, `width` each."""
+    x = torch.zeros(num_rows, depth, dtype=BF16)
+    weight = pack_weight(torch.zeros(2 * width if is_fused else width, depth, dtype=BF16), "dense")
+    if is_fused:
+        return lambda: norm_linear(x, x.clone(), x[0].clone(), 1e-6, weight, gated=True)
+    return lambda: linear(x, weight)
+
+
 def experts(num_rows: int, width: int, depth: int, dtype: torch.dtype = BF16, num: int = 128) -> Call:
     weights = pack_experts([torch.zeros(width, depth, dtype=dtype)] * num, num, "dense")
     x, rows = torch.zeros(num_rows, depth, dtype=dtype), torch.arange(num_rows)
@@ -145,6 +155,7 @@ SOME: dict[str, Call] = {
     "experts 128x1536x2048 few": experts(64, 1536, 2048),
     "experts 128x1536x2048 many": experts(128 * 100, 1536, 2048),
     "invariant product 1024x2048": product(256, 1024, 2048),
+    "few rows 1 of 1024x2048": few_rows(1, 1024, 2048),
     "sample 64": draw(64),
 }
 ALL: dict[str, Call] = SOME | {
@@ -177,6 +188,10 @@ ALL: dict[str, Call] = SOME | {
     "experts 128x2048x768 more": experts(128 * 64, 2048, 768),
     "experts 8x2880x4000 many": experts(8 * 128, 2880, 4000, num=8),
     "experts 8x64x128 fp32": experts(8 * 128, 64, 128, FP32, num=8),
+    "few rows 4 of 1024x3072": few_rows(4, 1024, 3072),
+    "few rows 1 of 151936x1024": few_rows(1, 151_936, 1024),
+    "few rows 1 of 3072x1024 fused": few_rows(1, 3072, 1024, is_fused=True),
+    "few rows 4 of 12288x4096 fused": few_rows(4, 12288, 4096, is_fused=True),
     "invariant product 151936x1024": product(64, 151_936, 1024),
     "invariant product 576x576 fp32": product(64, 576, 576, FP32),
     "decode rows 256": decode_rows(256, 2560),

@@ -55,7 +55,7 @@ class Working:
 
     varlen_attention = write_kv_cache = rotate_and_write_kv_cache = _broken
     rms_norm = apply_rotary = sample = gelu_tanh = prepare_decode = _broken
-    grouped_linear = invariant_linear = _broken
+    few_rows_linear = grouped_linear = invariant_linear = _broken
 
 
 def test_the_compiled_kernels_run_here_and_are_chosen() -> None:

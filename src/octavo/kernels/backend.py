@@ -60,6 +60,7 @@ KERNELS: dict[str, tuple[str, tuple[str, ...], tuple[Any, ...]]] = {
     "silu_and_mul": ("activation", ("x dtype",), (torch.float32,)),
     "gelu_tanh": ("activation", ("x dtype",), (torch.float32,)),
     "invariant_linear": ("linear", ("x dtype",), (torch.float32,)),
+    "few_rows_linear": ("few_rows_linear", ("x dtype",), (torch.float32,)),
     "grouped_linear": ("grouped_linear", ("x dtype",), (torch.float32,)),
     "sample": ("sampling", ("logits dtype",), (torch.float32,)),
     "prepare_decode": ("decode_rows", (), ()),

@@ -3,7 +3,8 @@
 =============  ===========================================  ==============================================
 form           a weight is stored as                        for
 =============  ===========================================  ==============================================
-``dense``      the (N, K) tensor as it came                 any dtype and device; torch's own `linear`
+``dense``      the (N, K) tensor as it came                 any dtype and device; torch's own `linear`, and on
+                                                            a GPU a kernel of ours for up to FEW_ROWS rows
 ``invariant``  likewise, contiguous                         GPUs: a row has the same bits in every batch
 ``float32``    panels of float32                            the CPU: exact, the same bits in every batch
 ``float16``    panels of float16                            the CPU: half the bytes, lossless in practice
@@ -34,11 +35,14 @@ from torch.nn import functional
 
 from octavo.errors import UnsupportedKernelConfig, nearest
 from octavo.kernels import backend, checks
+from octavo.kernels.activation import silu_and_mul
 from octavo.kernels.argument_types import names_wrong_types
 from octavo.kernels.cpu import host
+from octavo.kernels.norm import rms_norm
 
 Form = Literal["dense", "invariant", "float32", "float16", "int8"]
 
+FEW_ROWS = 4  # up to which a GPU's time for a product is that of reading the weight, and ours to save
 GROUP = 64  # weights along K that share one scale in the int8 form
 _INT8_MAX = 127
 _FLOAT16_MAX = 65504.0
@@ -143,9 +147,14 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong.
     """
-    if w.form == "dense":
-        return functional.linear(x, w.data, bias)
     columns, depth = w.shape
+    if w.form == "dense":
+        if _has_few_rows(x):
+            _check_dense("linear", x, w, bias)
+            few_rows_linear = _few_rows_kernel(x)
+            out: Tensor = few_rows_linear(x.contiguous(), w.data, bias, None, None, 0.0, False)[0]
+            return out
+        return functional.linear(x, w.data, bias)
     if w.form == "invariant":
         checks.exactly(
             "linear", "x", x, (x.shape[0] if x.dim() else 0, depth), w.data.device, (w.data.dtype,)
@@ -172,6 +181,71 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
         got = f"{bias.dtype} of shape {tuple(bias.shape)}, strides {bias.stride()}, on {bias.device}"
         raise checks.wrong("linear", "bias", f"contiguous float32 of shape ({columns},) on the CPU", got)
     return _linear_packed(x, w, bias)
+
+
+@names_wrong_types
+def norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    w: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What stands between two layers of a decoder: ``linear(rms_norm(x + residual), w, bias)``, and the sum.
+
+    One launch for a few rows on a GPU, where each launch is a good part of the time; else those functions.
+
+    Args:
+        x, residual: (T, K) contiguous.      norm_weight, eps: as in `rms_norm`.      w, bias: as in `linear`.
+        gated: w is [gate; up], (2 I, K), and ``silu(gate) * up`` of the product is what comes out.
+
+    Returns:
+        ``(out, new_residual)``, both new, of the dtype of x: (T, N), or (T, I) if gated, and (T, K).
+
+    Raises:
+        KernelArgumentError: a shape, dtype, device or stride is wrong.
+    """
+    if w.form == "dense" and _has_few_rows(x):
+        name = "norm_linear"
+        _check_dense(name, x, w, bias)
+        checks.exactly(name, "residual", residual, tuple(x.shape), x.device, (x.dtype,))
+        checks.exactly(name, "norm_weight", norm_weight, (x.shape[1],), x.device, (x.dtype,))
+        if gated and w.shape[0] % 2:
+            raise checks.wrong(name, "the rows of w", "an even number where gated", w.shape[0])
+        result: tuple[Tensor, Tensor] = _few_rows_kernel(x)(
+            x.contiguous(), w.data, bias, residual.contiguous(), norm_weight, eps, gated
+        )
+        return result
+    normed, new_residual = rms_norm(x, norm_weight, eps, residual=residual)
+    out = linear(normed, w, bias)
+    return (silu_and_mul(out) if gated else out), new_residual
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    """Whether Triton's kernel for few rows takes x. It is for GPUs; on a CPU only where Triton is forced."""
+    return (
+        x.dim() == 2
+        and 0 < x.shape[0] <= FEW_ROWS
+        and x.shape[1] > 0
+        and (not x.is_cpu or backend.forced() == "triton")
+        and backend.implementation_of("few_rows_linear", x.device.type, x.dtype) == "triton"
+    )
+
+
+def _few_rows_kernel(x: Tensor) -> backend.Kernel:
+    return backend.select("few_rows_linear", x.device.type, x.dtype)
+
+
+def _check_dense(name: str, x: Tensor, w: PackedWeight, bias: Tensor | None) -> None:
+    columns, depth = w.shape
+    checks.exactly(name, "x", x, (x.shape[0], depth), w.data.device, (w.data.dtype,))
+    if not w.data.is_contiguous():
+        raise checks.wrong(name, "w", "contiguous", f"strides {w.data.stride()}")
+    if bias is not None:
+        checks.exactly(name, "bias", bias, (columns,), w.data.device, (w.data.dtype,))
 
 
 @names_wrong_types

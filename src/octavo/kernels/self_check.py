@@ -228,6 +228,14 @@ def _invariant_linear(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     return [kernel(x, weight, None), kernel(x[:1], weight, draw(37, seed=2))]
 
 
+def _few_rows_linear(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    """Alone; and with norm, gate and bias."""
+    x, weight = draw(3, 72), draw(74, 72, seed=1) * 0.125
+    plain, _ = kernel(x[:1], weight, None, None, None, 0.0, False)
+    norm_weight, bias = draw(72, seed=3), draw(74, seed=2)
+    return [plain, *kernel(x, weight, bias, x, norm_weight, 1e-5, True)]  # x + x is exact
+
+
 def _grouped(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     """Groups of many rows, none and one, in order and from anywhere to anywhere."""
     form: Form = "float32" if draw.run == torch.float32 and draw.device.type == "cpu" else "dense"
@@ -257,6 +265,7 @@ CASES: dict[str, Case] = {
     "silu_and_mul": _activation,
     "gelu_tanh": _gelu,
     "invariant_linear": _invariant_linear,
+    "few_rows_linear": _few_rows_linear,
     "grouped_linear": _grouped,
     "sample": _sample,
     "prepare_decode": _prepare_decode,

@@ -61,8 +61,18 @@ class Attention:
 
         `kv_cache` is this layer's.
         """
-        num_tokens = x.shape[0]
-        qkv = self.qkv(x).view(num_tokens, self.num_heads_in_all, self.head_dim)
+        return self.attend(self.qkv(x), positions, kv_cache, meta)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: LayerCache,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        """The rest of it, from what the projection `qkv` made, (T, heads in all * D)."""
+        num_tokens = qkv.shape[0]
+        qkv = qkv.view(num_tokens, self.num_heads_in_all, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
         k_cache, v_cache, k_scale, v_scale = kv_cache
         if self.rope_table is None:

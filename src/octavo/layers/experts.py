@@ -8,6 +8,7 @@ from torch.nn import functional
 from octavo.kernels import PackedExperts, grouped_linear, silu_and_mul
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMLP
+from octavo.layers.norm import RMSNorm
 
 
 class ExpertsMLP:
@@ -55,6 +56,13 @@ class ExpertsMLP:
         # A softmax beside 0 is the sigmoid; torch's own rounds by where in the tensor a number lies.
         opening = torch.softmax(functional.pad(self.shared_gate(x), (0, 1)), dim=-1)[:, :1]
         return mixed + opening * self.shared(x)
+
+    def after_norm(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this layer of norm(x + residual), x + residual)."""
+        x, residual = norm.add(x, residual)
+        return self(x), residual
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each token's weights, float32, and experts, (T, num_per_token) both."""

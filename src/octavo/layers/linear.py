@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from octavo.kernels.linear import PackedWeight, linear
+from octavo.kernels import silu_and_mul
+from octavo.kernels.linear import PackedWeight, linear, norm_linear
+from octavo.layers.norm import RMSNorm
 
 
 class Linear:
@@ -19,3 +21,15 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, K) contiguous -> (T, N)."""
         return linear(x, self.weight, self.bias)
+
+    def after_norm(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, *, gated: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this layer of norm(x + residual), x + residual); no residual counts as 0.
+
+        gated: the rows are gate's and up's, and silu(gate) * up of them comes out.
+        """
+        if residual is None:
+            out = self(norm(x))
+            return (silu_and_mul(out) if gated else out), x
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gated=gated)

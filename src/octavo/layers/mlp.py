@@ -6,6 +6,7 @@ import torch
 
 from octavo.kernels import gelu_tanh, silu_and_mul
 from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
 
 
 class GatedMLP:
@@ -20,6 +21,13 @@ class GatedMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, hidden) -> (T, hidden)."""
         return self.down(silu_and_mul(self.gate_up(x)))
+
+    def after_norm(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this layer of norm(x + residual), x + residual)."""
+        inner, residual = self.gate_up.after_norm(norm, x, residual, gated=True)
+        return self.down(inner), residual
 
 
 class GeluMLP:

@@ -131,13 +131,9 @@ class DecoderCausalLM:
         x: torch.Tensor = self.embedding(input_ids)
         residual: torch.Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            if residual is None:
-                residual, x = x, layer.input_norm(x)
-            else:
-                x, residual = layer.input_norm.add(x, residual)
-            x = layer.attention(x, positions, kv_cache, meta)
-            x, residual = layer.post_attention_norm.add(x, residual)
-            x = layer.mlp(x)
+            qkv, residual = layer.attention.qkv.after_norm(layer.input_norm, x, residual)
+            x = layer.attention.attend(qkv, positions, kv_cache, meta)
+            x, residual = layer.mlp.after_norm(layer.post_attention_norm, x, residual)
         assert residual is not None
         return self.norm.add(x, residual)[0]
 

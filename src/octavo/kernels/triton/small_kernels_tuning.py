@@ -1,4 +1,4 @@
-"""What `octavo bench tune` tries for the cache write, norm, rotary embedding and activation."""
+"""What `octavo bench tune` tries for the small kernels: cache write, norm, rotary, activation, few rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.triton import activation, kv_write, norm, rotary, rotate_and_write
+from octavo.kernels.triton import activation, few_rows_linear, kv_write, norm, rotary, rotate_and_write
 from octavo.kernels.triton.tuning import Case, Parameters, Tuning
 
 _BF16, _FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
@@ -27,6 +27,11 @@ _MODELS = (
 _DEPTHS = (576, 1024, 2048, 4096, 8192)
 _WIDTHS = (1536, 3072, 9728, 12288, 14336)
 _TOKENS = (1, 64, 256, 2048, 8192)
+# N (of the result), K, whether it is gated: the products of Qwen3-0.6B and 8B, and their heads
+_PRODUCTS = (
+    (4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False), (151_936, 1024, False),
+    (6144, 4096, False), (12288, 4096, True), (4096, 12288, False), (151_936, 4096, False),
+)  # fmt: skip
 _COLD = 256 << 20  # bytes of different inputs, more than any cache
 _BLOCK_SIZE = 16
 
@@ -122,6 +127,21 @@ def _activation(case: Case, parameters: Parameters) -> Sequence[Call]:
     return _sets(6 * tokens * width, build)
 
 
+def _few_rows(case: Case, parameters: Parameters) -> Sequence[Call]:
+    rows, (width, depth, gated), device = case["rows"], case["product"], case["device"]
+    x = torch.randn(rows, depth, dtype=_BF16, device=device)
+    num_rows = 2 * width if gated else width
+    norm = (x, torch.ones(depth, dtype=_BF16, device=device)) if gated else (None, None)
+
+    def build() -> Call:
+        weight = torch.randn(num_rows, depth, dtype=_BF16, device=device)
+        return lambda: few_rows_linear.few_rows_linear(
+            x, weight, None, *norm, 1e-6, gated, parameters=parameters
+        )
+
+    return _sets(2 * num_rows * depth, build)
+
+
 def _model_cases(launch_class: Callable[[Tensor, Tensor, Tensor], tuple[str, Parameters]]) -> list[Case]:
     cases: list[Case] = []
     for model, tokens in itertools.product(_MODELS, _TOKENS):
@@ -152,7 +172,28 @@ def _activation_cases() -> list[Case]:
     return cases
 
 
+def _few_rows_cases() -> list[Case]:
+    cases: list[Case] = []
+    for product, rows in itertools.product(_PRODUCTS, (1, 2, 4)):
+        width, depth, gated = product
+        x = torch.empty(rows, depth, dtype=_BF16, device="meta")
+        key, default = few_rows_linear.launch_class(x, width, gated)
+        shape = {"rows": rows, "product": product}
+        cases.append({"key": key, "default": default, "device": "cuda", **shape})
+    return cases
+
+
 TUNING = (
+    Tuning(
+        name="few_rows_linear",
+        space=[
+            {"BLOCK_N": columns, "BLOCK_K": block, "num_warps": warps, "PDL": 1}
+            for columns in (1, 2, 4, 8, 16)
+            for block, warps in ((256, 2), (512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 8))
+        ],
+        cases=_few_rows_cases(),
+        run=_few_rows,
+    ),
     Tuning(
         name="write_kv_cache",
         space=[

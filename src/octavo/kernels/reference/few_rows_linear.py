@@ -1,0 +1,32 @@
+"""A linear layer with the norm in front of it and the gate behind."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def few_rows_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    is_gated: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`(out, new_residual)`: the product of `x`, or of the RMS norm of `x + residual` (rounded) where given.
+
+    Summed in float32 (float64 for float64) and rounded once. `weight` is (N, K), or [gate; up] where gated.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    new_residual = None if residual is None else x + residual
+    values = (x if new_residual is None else new_residual).to(wide)
+    if norm_weight is not None:
+        values = functional.rms_norm(values, values.shape[-1:], norm_weight.to(wide), eps)
+    out = functional.linear(values, weight.to(wide), None if bias is None else bias.to(wide))
+    if is_gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = functional.silu(gate) * up
+    return out.to(x.dtype), new_residual

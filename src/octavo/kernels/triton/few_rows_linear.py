@@ -1,0 +1,138 @@
+"""A linear layer for a few rows: it reads a weight as fast as memory gives it, and takes norm and gate along.
+
+With so few rows a product is the reading of its weight, and a decode step a chain of short readings between
+which a GPU starts anew. So every program has its rows of the weight under way before it waits for the kernel
+in front (`launch.py`; nothing writes a weight while a model runs), and what stands before and after a product
+in a decoder is done by the product: the RMS norm of the sum of activations and residual stream, whose scale
+can be multiplied in at the end, and `silu(gate) * up`. One output is one sum over K, by lanes and then across
+them, whatever the row count.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton import launch, tuning
+from octavo.kernels.triton.tuning import Parameters
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FEW_COLUMNS = 32768
+"""Columns up to which a program takes few of them, so that there are programs for a whole GPU."""
+
+
+@triton.jit
+def _weights(at, start, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(outputs, BLOCK_K) of the weight, from `start` along K; read once, so not worth a place in a cache."""
+    if DEPTH % BLOCK_K == 0:
+        return tl.load(at + start, eviction_policy="evict_first")
+    inside = (start + tl.arange(0, BLOCK_K) < DEPTH)[None, :]
+    return tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["width", "num_rows"])
+def _few_rows_linear(
+    x, weight, bias, residual, norm_weight, out, new_residual, width, num_rows, eps,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # An output is a row's sum for a column; the rows of a column read its weights from the nearest cache.
+    outputs = tl.arange(0, ROWS * BLOCK_N)
+    row = outputs // BLOCK_N
+    columns = tl.program_id(0) * BLOCK_N + outputs % BLOCK_N
+    is_live = (row < num_rows) & (columns < width)
+    # Dead outputs read something that exists, and are not written.
+    row = tl.where(row < num_rows, row, 0)
+    column = tl.where(columns < width, columns, 0).to(tl.int64)
+    dims = tl.arange(0, BLOCK_K)[None, :]
+    weight_at = weight + (column * DEPTH)[:, None] + dims
+    up_at = weight_at + width.to(tl.int64) * DEPTH
+    first = _weights(weight_at, 0, DEPTH, BLOCK_K)
+    first_up = _weights(up_at, 0, DEPTH, BLOCK_K) if IS_GATED else first
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    sums = tl.zeros((ROWS * BLOCK_N, BLOCK_K), dtype=tl.float32)
+    up_sums = tl.zeros((ROWS * BLOCK_N, BLOCK_K), dtype=tl.float32)
+    squares = tl.zeros((1 if ROWS == 1 else ROWS * BLOCK_N, BLOCK_K), dtype=tl.float32)
+    # The sum of x and residual, which every program has, is written by one: by its first output of each row.
+    writes = outputs % BLOCK_N == tl.where(tl.program_id(0) == 0, 0, -1)
+    for start in tl.static_range(0, DEPTH, BLOCK_K):
+        inside = start + dims < DEPTH
+        place = start + dims if ROWS == 1 else tl.zeros_like(row)[:, None] + (start + dims)
+        at = place if ROWS == 1 else (row * DEPTH)[:, None] + place
+        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            rounded = (values + added).to(x.dtype.element_ty)
+            to = (row * DEPTH)[:, None] + (start + dims)
+            tl.store(new_residual + to, tl.broadcast_to(rounded, to.shape), mask=writes[:, None] & inside)
+            values = rounded.to(tl.float32)
+            squares += values * values
+            values *= tl.load(norm_weight + place, mask=inside, other=0.0).to(tl.float32)
+        part = first if start == 0 else _weights(weight_at, start, DEPTH, BLOCK_K)
+        sums += part.to(tl.float32) * values
+        if IS_GATED:
+            part = first_up if start == 0 else _weights(up_at, start, DEPTH, BLOCK_K)
+            up_sums += part.to(tl.float32) * values
+    found = tl.sum(sums, 1)
+    up = tl.sum(up_sums, 1)
+    if HAS_NORM:
+        rms = tl.rsqrt(tl.sum(squares, 1) * (1.0 / DEPTH) + eps)
+        found *= rms
+        up *= rms
+    if HAS_BIAS:
+        found += tl.load(bias + column).to(tl.float32)
+        if IS_GATED:
+            up += tl.load(bias + width + column).to(tl.float32)
+    if IS_GATED:
+        found = found / (1.0 + tl.exp(-found)) * up
+    tl.store(out + row * width + columns, found.to(out.dtype.element_ty), mask=is_live)
+
+
+def supports(x_dtype: torch.dtype) -> str | None:
+    """None when the kernel can do it, else why not."""
+    return None if x_dtype in _DTYPES else f"no Triton kernel for {x_dtype}"
+
+
+def few_rows_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    is_gated: bool,
+    *,
+    parameters: Parameters | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`(out, x + residual)`; see the reference. `parameters` take the place of those of this GPU's table."""
+    num_rows, depth = x.shape
+    width = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    out = x.new_empty((num_rows, width))
+    new_residual = None if residual is None else torch.empty_like(x)
+    parameters = parameters or tuning.parameters(
+        "few_rows_linear", x.device, *launch_class(x, width, is_gated)
+    )
+    _few_rows_linear[-(-width // parameters["BLOCK_N"]),](
+        x, weight, bias, residual, norm_weight, out, new_residual, width, num_rows, float(eps),
+        DEPTH=depth, ROWS=launch.block_for(num_rows), HAS_BIAS=bias is not None,
+        HAS_NORM=residual is not None, IS_GATED=is_gated, **launch.options(parameters, x.device),
+    )  # fmt: skip
+    return out, new_residual
+
+
+def launch_class(x: Tensor, width: int, is_gated: bool) -> tuple[str, Parameters]:
+    """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
+    rows, depth = launch.block_for(x.shape[0]), x.shape[1]
+    size = "few" if width < _FEW_COLUMNS else "many"
+    key = f"M{rows} K{depth} {size} columns {x.element_size()} bytes{' gated' if is_gated else ''}"
+    block_n = 16 if size == "many" else 2 if is_gated and rows > 1 else 4
+    block_k = min(launch.block_for(depth), max(128, 2048 // x.element_size() // rows))
+    return key, {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4, "PDL": 1}
