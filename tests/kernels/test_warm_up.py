@@ -1,4 +1,9 @@
-"""What is launched before the first request; what it compiles is looked at in tests/gpu."""
+"""What is launched before the first request; what it compiles is looked at in tests/gpu, too."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +11,7 @@ import torch
 from octavo.errors import KernelArgumentError
 from octavo.kernels import warm_up
 from octavo.kernels.gpu_checks import Sweep, model_shape
+from octavo.kernels.triton import hashing_of_triton
 from octavo.kernels.triton import warm_up as module
 
 CPU = torch.device("cpu")
@@ -33,10 +39,48 @@ def test_a_gpu_past_the_last_one_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         warm_up(4, 2, 64, torch.float32, torch.float32, 16, "cuda:2")
 
 
-def test_sizes_lie_on_both_sides_of_every_power_of_two() -> None:
-    assert module._around_powers(10) == [1, 2, 3, 4, 5, 7, 8, 9, 10]
-    assert module._around_powers(1) == [1]
-    assert {255, 256, 257, 2048} <= set(model_shape(CPU).token_counts())
+def test_sizes_are_the_powers_of_two_and_the_largest() -> None:
+    assert module._powers(10) == [1, 2, 4, 8, 10]
+    assert module._powers(8) == [1, 2, 4, 8]
+    assert module._powers(1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_tokens", "expected"),
+    [(1, 9, [1]), (2, 9, [1, 2]), (33, 99, [1, 2, 33]), (300, 2048, [1, 2, 33, 257]), (300, 40, [1, 2, 33])],
+)
+def test_batches_are_the_smallest_of_each_class(num_seqs: int, num_tokens: int, expected: list[int]) -> None:
+    shape = model_shape(CPU, max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
+    assert shape.batch_sizes() == expected
+    large = model_shape(CPU, max_num_seqs=5000, max_num_batched_tokens=8192)
+    assert large.batch_sizes() == [1, 2, 33, 257, 1025]
+
+
+@pytest.mark.parametrize(
+    ("arch", "models"),
+    [
+        (90, ["Qwen3-0.6B", "Qwen3-8B", "SmolLM2", "windows", "invariant", "one sequence", "few tokens"]),
+        (80, ["Qwen3-0.6B", "no groups", "scales", "float32"]),
+    ],
+)
+def test_it_launches_every_variant_that_steps_need_and_no_other(arch: int, models: list[str]) -> None:
+    """Against steps of all sizes, on a stand-in for a GPU that notes what would be compiled for each."""
+    pytest.importorskip("triton")
+    script = Path(__file__).parents[1] / "helpers" / "warm_up_variants.py"
+    done = subprocess.run(
+        (sys.executable, script, str(arch), *models),
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == set(models)
+    for model, counts in found.items():
+        assert (counts["missed"], counts["needless"]) == ([], []), model
+        assert counts["variants"] > 20, model
+        # A start launches them all one by one, from Python.
+        assert counts["launches"] < 8 * counts["variants"], model
 
 
 @pytest.fixture
@@ -65,8 +109,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[object, ..
 
 def run(**shape: object) -> None:
     small = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 64, "vocab_size": 10}
-    for job in module._jobs(model_shape(CPU, **{**small, **shape})):
-        job()
+    for jobs in module._rounds(model_shape(CPU, **{**small, **shape})):
+        for job in jobs:
+            job()
 
 
 def test_decode_and_prefill_of_every_kind_of_batch(launches: dict) -> None:
@@ -76,11 +121,11 @@ def test_decode_and_prefill_of_every_kind_of_batch(launches: dict) -> None:
         (options["cu_seqlens_q"] if "cu_seqlens_q" in options else arguments[3]).numel() - 1: None
         for arguments, options in calls
     }
-    assert set(seen) == {1, 2, 3, 4, 5}
+    assert set(seen) == {1, 2}
     longest = {arguments[5] for arguments, _ in calls}
-    assert {*range(1, 10), 16, 17, 40} <= longest
+    assert longest == {1, 2, 4, 8, 9, 16, 32, 39, 40}
     bounds = {arguments[6] for arguments, _ in calls}
-    assert {1, 2, 16, 63, 64} <= bounds
+    assert {9, 16, 40, 64} <= bounds
     for arguments, _ in calls:
         q, _, _, cu_q, _, max_q, max_k = arguments[:7]
         lens = cu_q.diff()
@@ -128,3 +173,16 @@ def test_the_sweep_that_follows_stays_inside_the_bounds() -> None:
         assert sum(lens_q) <= 2048
         assert len(lens_q) <= 257
         assert all(q <= k <= bound_k <= 40_000 for q, k in zip(lens_q, lens_k, strict=True))
+
+
+def test_triton_hashes_itself_once_and_beside_what_else_is_done() -> None:
+    """Half a gigabyte: each of twelve threads that compile would begin with that."""
+    pytest.importorskip("triton")
+    from triton.runtime.cache import triton_key
+
+    thread = hashing_of_triton()
+    assert hashing_of_triton() is thread
+    thread.join()
+    hashed = triton_key.cache_info().misses
+    triton_key()
+    assert triton_key.cache_info().misses == hashed >= 1

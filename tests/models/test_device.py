@@ -8,7 +8,15 @@ from octavo.models.device import resolve_device
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was begun beside the rest of loading."""
+    found: list[str] = []
+    monkeypatch.setattr("octavo.models.device.hashing_of_triton", lambda: found.append("hashing"))
+    return found
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, begun: list[str]) -> None:
     """A machine whose second GPU is the current one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -24,6 +32,15 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_a_gpu() -> None:
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 1)
     assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("device", "expected"), [("auto", ["hashing"]), ("cuda", ["hashing"]), ("cpu", [])])
+def test_a_gpu_has_triton_hash_itself_while_the_weights_load(
+    device: str, expected: list[str], begun: list[str]
+) -> None:
+    resolve_device(device)
+    assert begun == expected
 
 
 @pytest.mark.usefixtures("gpu")

@@ -8,7 +8,7 @@ import torch
 
 from octavo.config import DEVICES, check_choice
 from octavo.errors import ConfigError
-from octavo.kernels.triton import unfit_reason
+from octavo.kernels.triton import hashing_of_triton, unfit_reason
 
 logger = logging.getLogger("octavo")
 
@@ -27,6 +27,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto" and (reason := unfit_reason("cuda")) is not None:
         logger.warning("device='auto' takes the CPU: %s. device='cuda' takes the GPU in plain torch.", reason)
         return torch.device("cpu")
+    hashing_of_triton()  # done by the time that the weights are there
     return torch.device("cuda", torch.cuda.current_device())
 
 

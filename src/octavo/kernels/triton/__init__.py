@@ -9,6 +9,7 @@ Importing this package loads neither Triton nor a kernel.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -35,6 +36,27 @@ def unfit_reason(device_type: str) -> str | None:
     if device_type == "cuda":
         return _capability_reason()
     return None
+
+
+@functools.cache
+def hashing_of_triton() -> threading.Thread:
+    """A thread, begun by the first call, in which Triton hashes itself, once a process.
+
+    The hash is part of what a kernel is kept under, and takes half a second and more: Triton's library is of
+    half a gigabyte. Begun early it costs nothing, as it leaves the interpreter to others.
+    """
+    _installation_reason()  # imports Triton in this thread: two that do so at once may see half of it
+    thread = threading.Thread(target=_hash_triton, name="hash of Triton", daemon=True)
+    thread.start()
+    return thread
+
+
+def _hash_triton() -> None:
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # another version: it hashes itself with the first kernel
+        return
+    triton_key()
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

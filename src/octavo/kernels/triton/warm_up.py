@@ -13,13 +13,15 @@ from torch import Tensor
 
 from octavo.errors import shown
 from octavo.kernels import checks
-from octavo.kernels.triton import SHORT, is_interpreted, unfit_reason
+from octavo.kernels.triton import SHORT, hashing_of_triton, is_interpreted, unfit_reason
 from octavo.kernels.triton.monitor import watch
 
 if TYPE_CHECKING:
     from octavo.kernels.triton.monitor import Made
 
-_SHORT_LENGTHS = ((1,), (2,), (3, 4), (5, 6, 7, 8))  # each compiles kernels of its own
+Job = Callable[[], object]
+
+_SHORT_LENGTHS = (1, 2, 4, SHORT)  # decode is compiled for the powers of two of its rows
 _THREADS = 12  # compile at once; the compiler lets go of Python's lock for most of its work
 
 
@@ -48,6 +50,7 @@ def warm_up(
     intermediate_size: int | None = None,
     vocab_size: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
+    logprobs: bool = True,
 ) -> list[Made]:
     """Launch every kernel that a model of these dimensions uses, in all its variants, on tensors of its own.
 
@@ -71,6 +74,7 @@ def warm_up(
         vocab_size, logits_dtype: for sample, with all of top_k, top_p and min_p and with none (a subset is a
             kernel of its own), and without log probabilities in float32, too. None leaves that kernel out, as
             with the two sizes above.
+        logprobs: whether sample is asked for log probabilities, too.
 
     Returns:
         What had to be compiled or loaded from disk, for the log.
@@ -88,9 +92,12 @@ def warm_up(
         max_num_seqs, max_num_batched_tokens, max_model_len,
         head_dim if rotary_dim is None else rotary_dim, interleaved, qk_norm, tuple(window_sizes), softcap,
         sinks, alibi, scales, batch_invariant, hidden_size, intermediate_size, vocab_size, logits_dtype,
+        logprobs,
     )  # fmt: skip
+    hashing_of_triton().join()  # each thread would do it anew
     with watch() as made, torch.inference_mode():
-        _run_all(_jobs(model), device)
+        for jobs in _rounds(model):
+            _run_all(jobs, device)
         torch.accelerator.synchronize(device)
     return made
 
@@ -139,10 +146,27 @@ class ModelShape:
     intermediate_size: int | None
     vocab_size: int | None
     logits_dtype: torch.dtype
+    logprobs: bool = True
 
     def token_counts(self) -> list[int]:
-        """1, both sides of every power of two, and the largest step."""
-        return _around_powers(self.max_num_batched_tokens)
+        """Every power of two, and the largest step."""
+        return _powers(self.max_num_batched_tokens)
+
+    def batch_sizes(self) -> list[int]:
+        """The smallest batch of every class that decode is compiled for."""
+        from octavo.kernels.triton.decode_plan import sequences_at_once
+
+        most = min(self.max_num_seqs, self.max_num_batched_tokens)
+        sizes = sorted({size + more for size in _powers(most) for more in (0, 1) if size + more <= most})
+        first: dict[tuple[int, bool], int] = {}
+        for size in sizes:
+            at_once = sequences_at_once(size)
+            first.setdefault((at_once, size <= at_once), size)
+        return list(first.values())
+
+    def longest_chunk(self) -> int:
+        """As many tokens of a sequence as a step can have."""
+        return min(self.max_num_batched_tokens, self.max_model_len)
 
     def qkv(self, num_tokens: int) -> tuple[Tensor, ...]:
         """q, k and v as the layers have them: slices of one fused projection."""
@@ -179,18 +203,14 @@ class ModelShape:
         }
 
 
-def _around_powers(largest: int) -> list[int]:
-    sizes = {1, largest}
-    power = 2
-    while power <= largest:
-        sizes |= {power - 1, power, min(power + 1, largest)}
-        power *= 2
-    return sorted(sizes)
+def _powers(largest: int) -> list[int]:
+    """1, 2, 4, ... and `largest` itself."""
+    return sorted({largest, *(1 << i for i in range(largest.bit_length()))})
 
 
-def _run_all(jobs: Iterator[Callable[[], object]], device: torch.device) -> None:
+def _run_all(jobs: list[Job], device: torch.device) -> None:
     # All threads launch on one stream, so that memory which one of them gives back is not written too early.
-    def run(job: Callable[[], object]) -> None:
+    def run(job: Job) -> None:
         with torch.accelerator.device_index(device.index), torch.inference_mode():
             job()
 
@@ -199,33 +219,77 @@ def _run_all(jobs: Iterator[Callable[[], object]], device: torch.device) -> None
             done.result()
 
 
-def _jobs(model: ModelShape) -> Iterator[Callable[[], object]]:
-    """Independent pieces of work, the slowest to compile first, cut so that none takes much longer."""
-    if model.vocab_size is not None:
-        for with_filters in (True, False):
-            for return_logprobs in (False, True):
-                how = {"with_filters": with_filters, "return_logprobs": return_logprobs}
-                yield functools.partial(_sample, model, model.logits_dtype, **how)
-            if model.logits_dtype != torch.float32:  # a copy that options have changed
-                how = {"with_filters": with_filters, "return_logprobs": False}
-                yield functools.partial(_sample, model, torch.float32, **how)
-    for window in model.window_sizes:
-        yield functools.partial(_prefill, model, window)
-        for lengths in _SHORT_LENGTHS:
-            yield functools.partial(_decode, model, window, lengths)
-    yield functools.partial(_write, model)
-    yield functools.partial(_small, model)
+def _rounds(model: ModelShape) -> Iterator[list[Job]]:
+    """Jobs that may run side by side, one round after the other.
+
+    Two threads that need the same variant would both compile it. So the first round has nearly all of them,
+    each in one job as far as that can be told, the slowest to compile first; the second has the calls that
+    take several kernels, or another one than it seemed.
+    """
+    yield [
+        *_sampling(model),
+        *(job for window in model.window_sizes for job in _first_attention(model, window)),
+        functools.partial(_write, model),
+        functools.partial(_small, model),
+    ]
+    yield [job for window in model.window_sizes for job in _all_attention(model, window)]
 
 
-def _attend(
-    model: ModelShape, window: tuple[int, int], lens_q: list[int], bound_q: int, bound_k: int
-) -> None:
+def _sampling(model: ModelShape) -> Iterator[Job]:
+    if model.vocab_size is None:
+        return
+    for with_filters in (True, False):
+        for dtype in dict.fromkeys((model.logits_dtype, torch.float32)):  # a copy that options have changed
+            yield functools.partial(_sample, model, dtype, with_filters=with_filters, return_logprobs=False)
+        if model.logprobs:
+            yield functools.partial(
+                _sample, model, model.logits_dtype, with_filters=with_filters, return_logprobs=True
+            )
+
+
+def _first_attention(model: ModelShape, window: tuple[int, int]) -> Iterator[Job]:
+    longest = model.longest_chunk()
+    attend = functools.partial(_attend, model, window)
+    if longest > SHORT:
+        # Few rows over few keys and many over many take kernels of their own, and so do few over many, whose
+        # keys are divided.
+        yield functools.partial(_each, attend, [([SHORT + 1], SHORT + 1), ([longest], longest)])
+        yield functools.partial(attend, [SHORT + 1], model.max_model_len)
+    for batch in model.batch_sizes():
+        most = min(longest, model.max_num_batched_tokens - batch + 1)
+        for length in sorted({min(length, most) for length in _SHORT_LENGTHS}):
+            yield functools.partial(attend, [length, *[1] * (batch - 1)], model.max_model_len)
+
+
+def _all_attention(model: ModelShape, window: tuple[int, int]) -> Iterator[Job]:
+    """Prompts of all lengths, alone and beside as many sequences that decode as are compiled apart."""
+    longest = model.longest_chunk()
+    attend = functools.partial(_attend, model, window)
+    for batch in model.batch_sizes():
+        most = min(longest, model.max_num_batched_tokens - batch + 1)
+        calls = [
+            ([length, *[1] * (batch - 1)], bound_k)
+            for length in sorted({SHORT + 1, *_powers(longest), most})
+            if SHORT < length <= most
+            for bound_k in (length, model.max_model_len)
+        ]
+        yield functools.partial(_each, attend, calls)
+
+
+def _each(call: Callable[..., object], arguments: list[tuple[Any, ...]]) -> None:
+    for some in arguments:
+        call(*some)
+
+
+def _attend(model: ModelShape, window: tuple[int, int], lens_q: list[int], bound_k: int) -> None:
     """Causal attention of new sequences, with the bounds of longer ones: grids follow the bounds."""
     from octavo.kernels import flash_attn_varlen_func
 
     q, _, _ = model.qkv(sum(lens_q))
     k_cache, v_cache = model.caches()
     sums = torch.tensor([0, *lens_q], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(model.device)
+    longest = max(lens_q)
+    bound_k = max(bound_k, longest)
     width = -(-max(model.max_model_len, bound_k) // model.block_size)
     table = torch.zeros((len(lens_q), width), dtype=torch.int32, device=model.device)
     flash_attn_varlen_func(
@@ -234,35 +298,11 @@ def _attend(
         v_cache,
         sums,
         sums,
-        bound_q,
+        longest,
         bound_k,
         block_table=table,
         **model.attention_options(window),
     )
-
-
-def _decode(model: ModelShape, window: tuple[int, int], lengths: tuple[int, ...]) -> None:
-    bounds = _around_powers(model.max_model_len)
-    for batch in _around_powers(model.max_num_seqs):
-        for length in lengths:
-            if batch - 1 + length <= model.max_num_batched_tokens:
-                every = length == 1 and batch in (1, 2, 16)
-                for bound_k in bounds if every else (*bounds[::7], model.max_model_len):
-                    lens_q = [length, *[1] * (batch - 1)]
-                    _attend(model, window, lens_q, length, max(length, bound_k))
-
-
-def _prefill(model: ModelShape, window: tuple[int, int]) -> None:
-    longest = min(model.max_num_batched_tokens, model.max_model_len)
-    for length in (size for size in _around_powers(longest) if size > SHORT):
-        for bound_k in {length, model.max_model_len}:
-            for batch in (1, 2):
-                if length + batch - 1 <= model.max_num_batched_tokens and batch <= model.max_num_seqs:
-                    _attend(model, window, [length, *[1] * (batch - 1)], length, bound_k)
-    for length in (SHORT + 1, min(longest, 1024)):
-        for batch in _around_powers(model.max_num_seqs):
-            if SHORT < length <= longest and length + batch - 1 <= model.max_num_batched_tokens:
-                _attend(model, window, [length, *[1] * (batch - 1)], length, model.max_model_len)
 
 
 def _write(model: ModelShape) -> None:
@@ -304,7 +344,7 @@ def _sample(
     from octavo.kernels import sample
 
     assert model.vocab_size is not None
-    for rows in _around_powers(model.max_num_seqs):
+    for rows in sorted({1, model.max_num_seqs}):
         logits = torch.zeros((rows, model.vocab_size), dtype=logits_dtype, device=model.device)
         ones = torch.ones(rows, device=model.device)
         zeros = torch.zeros(rows, dtype=torch.int64, device=model.device)
