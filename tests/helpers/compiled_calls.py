@@ -31,7 +31,7 @@ from octavo.kernels import (
     silu_and_mul,
     write_kv_cache,
 )
-from octavo.kernels.decode_rows import prepare_decode
+from octavo.kernels.decode_rows import finish_decode, prepare_decode
 from octavo.kernels.sampling import sample
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -141,6 +141,11 @@ def decode_rows(batch: int, num_columns: int) -> Call:
     return lambda: prepare_decode(rows, torch.zeros_like(rows), rows, tables, 16)
 
 
+def decode_end(batch: int) -> Call:
+    rows = torch.arange(batch)
+    return lambda: finish_decode(rows, rows, rows, rows.clone(), rows.clone(), rows.clone())
+
+
 LONG = ([2048], [2048])
 MANY = ([1] * 32, [1024] * 32)
 
@@ -195,6 +200,7 @@ ALL: dict[str, Call] = SOME | {
     "invariant product 151936x1024": product(64, 151_936, 1024),
     "invariant product 576x576 fp32": product(64, 576, 576, FP32),
     "decode rows 256": decode_rows(256, 2560),
+    "decode end 256": decode_end(256),
     "sample 1": draw(1),
     "sample 256": draw(256),
     "sample 256 bf16": draw(256, BF16),

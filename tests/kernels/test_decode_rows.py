@@ -1,4 +1,4 @@
-"""What a decode step needs to know of its rows, spelled out and beside plain Python, in every room."""
+"""What a decode step needs of its rows, and leaves with them, beside plain Python, in every room."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from octavo.kernels.decode_rows import prepare_decode
+from octavo.kernels.decode_rows import finish_decode, prepare_decode
 from octavo.kernels.reference import decode_rows as reference
 
 pytestmark = pytest.mark.rooms("reference", "triton")
@@ -85,3 +85,44 @@ def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> 
     }
     with pytest.raises(ValueError, match=message):
         prepare_decode(**(arguments | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("batch", [0, 1, 5, 256, 700])
+def test_new_tokens_are_kept_and_rows_go_on(batch: int) -> None:
+    rng = random.Random(batch)
+    rows = rng.sample(range(batch), batch)
+    slots = [rng.choice((0, 1, 2**40)) for _ in rows]
+    token_ids = [rng.choice((-1, 0, 151_935)) for _ in rows]
+    # Entries beyond them, all of one row that takes no part.
+    rows, slots, token_ids = [*rows, *[batch] * 3], [*slots, *[-1] * 3], [*token_ids, 8, -1, 9]
+    last, positions, num_drawn = ([rng.randrange(2**20) for _ in range(batch + 3)] for _ in range(3))
+    changed = [torch.tensor(values) for values in (last, positions, num_drawn)]
+    fixed = [torch.tensor(values) for values in (rows, slots, token_ids)]
+    finish_decode(*fixed, *changed)
+    for row, token_id in list(zip(rows, token_ids, strict=True))[:batch]:
+        last[row] = max(token_id, 0)
+    ahead = [1] * batch + [0] * 3
+    expected = [last, *([a + b for a, b in zip(x, ahead, strict=True)] for x in (positions, num_drawn))]
+    assert [x.tolist() for x in changed] == expected
+    assert [x.tolist() for x in fixed] == [rows, slots, token_ids]
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("rows", torch.zeros(2, dtype=torch.int32), r"rows\.dtype must be torch\.int64"),
+        ("slots", torch.zeros(3, dtype=torch.int64), r"slots must be of shape \(2,\)"),
+        ("token_ids", torch.zeros((2, 1), dtype=torch.int64), r"token_ids must be of shape \(2,\)"),
+        ("last_token_ids", torch.zeros(4), r"last_token_ids\.dtype must be torch\.int64"),
+        ("positions", torch.zeros(1, dtype=torch.int64), r"positions must be of shape \(2,\)"),
+        ("num_drawn", torch.zeros(4, dtype=torch.int64)[::2], "last dimension of num_drawn must be"),
+    ],
+)
+def test_wrong_arguments_of_the_end_are_named(name: str, wrong: torch.Tensor, message: str) -> None:
+    names = ("rows", "slots", "token_ids", "positions", "num_drawn")
+    arguments = {each: torch.zeros(2, dtype=torch.int64) for each in names}
+    arguments["last_token_ids"] = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        finish_decode(**(arguments | {name: wrong}))

@@ -31,7 +31,7 @@ from octavo.engine.sampler import NO_TOKEN, PendingSample, SamplerOutput
 from octavo.engine.sampling_plan import kernel_row
 from octavo.engine.schedule import Schedule
 from octavo.kernels import sampling
-from octavo.kernels.decode_rows import prepare_decode
+from octavo.kernels.decode_rows import finish_decode, prepare_decode
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.models.registry import CausalLM
 from octavo.sampling_params import SamplingParams
@@ -303,10 +303,7 @@ class DecodeGraphs:
             seeds=seeds,
             positions=num_drawn,
         )
-        # A row in error has no token, and may be computed on before the host knows of it.
-        self._last_token_ids.index_copy_(0, rows, token_ids.clamp_min(0))
-        positions += slots >= 0
-        num_drawn += 1
+        finish_decode(rows, slots, token_ids, self._last_token_ids, positions, num_drawn)
         return token_ids
 
 

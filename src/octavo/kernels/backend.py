@@ -64,6 +64,7 @@ KERNELS: dict[str, tuple[str, tuple[str, ...], tuple[Any, ...]]] = {
     "grouped_linear": ("grouped_linear", ("x dtype",), (torch.float32,)),
     "sample": ("sampling", ("logits dtype",), (torch.float32,)),
     "prepare_decode": ("decode_rows", (), ()),
+    "finish_decode": ("decode_rows", (), ()),
 }
 ROOMS = ("cpu", "triton", "reference")
 # Best first. A device that is not named here has the reference, which is plain torch and runs anywhere.

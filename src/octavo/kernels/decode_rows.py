@@ -1,4 +1,4 @@
-"""The index tensors of a decode step, made where the rows live: the host says only which rows take part."""
+"""What a decode step needs of its rows, and leaves with them: the host says only which rows they are."""
 
 from __future__ import annotations
 
@@ -60,3 +60,39 @@ def prepare_decode(
         rows, positions, last_token_ids, block_tables, block_size
     )
     return made
+
+
+@names_wrong_types
+def finish_decode(
+    rows: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    last_token_ids: Tensor,
+    positions: Tensor,
+    num_drawn: Tensor,
+) -> None:
+    """What the next step of the same B rows begins with: their new tokens, each one place further on.
+
+    A row that took no part (a negative slot) is left as it is, and may stand there more than once. A row in
+    error has no token, and goes on with 0 until the host knows of it.
+
+    Args:
+        rows: (B,) int64, as `prepare_decode` was given them.      slots: (B,) int64, as it made them.
+        token_ids: (B,) int64, as `octavo.kernels.sample` chose them: -1 is an error.
+        last_token_ids: (R,) int64, changed: those of the rows are set.
+        positions, num_drawn: (B,) int64, changed: those of rows that took part are raised by 1.
+
+    Raises:
+        KernelArgumentError: a type, shape, dtype or device is wrong.
+    """
+    name = "finish_decode"
+    device = rows.device
+    shape = (rows.numel(),)
+    checks.exactly(name, "rows", rows, shape, device, _INT64)
+    checks.exactly(name, "slots", slots, shape, device, _INT64)
+    checks.exactly(name, "token_ids", token_ids, shape, device, _INT64)
+    checks.exactly(name, "last_token_ids", last_token_ids, (last_token_ids.numel(),), device, _INT64)
+    checks.exactly(name, "positions", positions, shape, device, _INT64)
+    checks.exactly(name, "num_drawn", num_drawn, shape, device, _INT64)
+    kernel = backend.select(name, "cpu" if rows.is_cpu else device.type)
+    kernel(rows, slots, token_ids, last_token_ids, positions, num_drawn)

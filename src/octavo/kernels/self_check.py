@@ -256,6 +256,14 @@ def _prepare_decode(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     return list(made)
 
 
+def _finish_decode(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    """Rows in any order, one in error, and two that took no part."""
+    last, positions, num_drawn = draw.int64(5, 6, 7, 8), draw.int64(10, 3, 0, 0, 4), draw.int64(1, 2, 0, 0, 5)
+    places = draw.int64(2, 0, 3, 3, 1), draw.int64(90, 3, -1, -1, 4), draw.int64(11, -1, 12, 13, 14)
+    kernel(*places, last, positions, num_drawn)
+    return [last, positions, num_drawn]
+
+
 CASES: dict[str, Case] = {
     "varlen_attention": _attention,
     "write_kv_cache": _write,
@@ -269,6 +277,7 @@ CASES: dict[str, Case] = {
     "grouped_linear": _grouped,
     "sample": _sample,
     "prepare_decode": _prepare_decode,
+    "finish_decode": _finish_decode,
 }
 # Kernels that meet quantised caches, and how far off one step of those may bring them.
 QUANTISED = {"varlen_attention": 2.0**-7, "write_kv_cache": 1e-6, "rotate_and_write_kv_cache": 2.0**-3}

@@ -1,4 +1,4 @@
-"""What a decode step needs to know of its rows."""
+"""What a decode step needs to know of its rows, and what it leaves with them."""
 
 from __future__ import annotations
 
@@ -17,3 +17,19 @@ def prepare_decode(
     cu_seqlens_k = torch.zeros(len(rows) + 1, dtype=torch.int32, device=rows.device)
     cu_seqlens_k[1:] = torch.where(is_there, positions + 1, 0).cumsum(0)
     return last_token_ids.index_select(0, rows), slots, cu_seqlens_k, block_table
+
+
+def finish_decode(
+    rows: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    last_token_ids: Tensor,
+    positions: Tensor,
+    num_drawn: Tensor,
+) -> None:
+    """In place; see `octavo.kernels.decode_rows`."""
+    took_part = slots >= 0
+    kept = last_token_ids.index_select(0, rows)
+    last_token_ids.index_copy_(0, rows, torch.where(took_part, token_ids.clamp_min(0), kept))
+    positions += took_part
+    num_drawn += took_part

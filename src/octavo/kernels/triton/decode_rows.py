@@ -1,4 +1,7 @@
-"""The index tensors of a decode step in one launch: one program looks at all rows, the others copy tables."""
+"""What stands before and after a decode step, in one launch each.
+
+Before: one program looks at all rows, the others copy tables. After: one program.
+"""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -9,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.launch import direct
+from octavo.kernels.triton.launch import begin, direct, options
 
 _VARYING = ["batch", "num_columns", "block_size"]
 _POINTERS = [
     "rows", "positions", "last_token_ids", "block_tables", "input_ids", "slot_mapping", "cu_seqlens_k",
     "block_table",
 ]  # fmt: skip
+_FINISH_POINTERS = ["rows", "slots", "token_ids", "last_token_ids", "positions", "num_drawn"]
 
 
 @direct
@@ -54,6 +58,24 @@ def _prepare_decode(
             tl.store(block_table + b * num_columns + column, entries, mask=mask)
 
 
+@direct
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_FINISH_POINTERS)
+def _finish_decode(
+    rows, slots, token_ids, last_token_ids, positions, num_drawn, batch,
+    BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    for start in range(0, batch, BLOCK_B):
+        b = start + tl.arange(0, BLOCK_B)
+        live = b < batch
+        live &= tl.load(slots + b, mask=live, other=-1) >= 0
+        row = tl.load(rows + b, mask=live, other=0)
+        token_id = tl.load(token_ids + b, mask=live, other=0)
+        tl.store(last_token_ids + row, tl.maximum(token_id, 0), mask=live)
+        tl.store(positions + b, tl.load(positions + b, mask=live, other=0) + 1, mask=live)
+        tl.store(num_drawn + b, tl.load(num_drawn + b, mask=live, other=0) + 1, mask=live)
+
+
 def supports() -> str | None:
     """It has nothing to refuse."""
     return None
@@ -73,3 +95,18 @@ def prepare_decode(
         batch, num_columns, block_size, BLOCK_B=1024, BLOCK_C=512, num_warps=4,
     )  # fmt: skip
     return input_ids, slot_mapping, cu_seqlens_k, block_table
+
+
+def finish_decode(
+    rows: Tensor,
+    slots: Tensor,
+    token_ids: Tensor,
+    last_token_ids: Tensor,
+    positions: Tensor,
+    num_drawn: Tensor,
+) -> None:
+    """In place; see `octavo.kernels.decode_rows`."""
+    _finish_decode[1,](
+        rows, slots, token_ids, last_token_ids, positions, num_drawn, rows.shape[0],
+        BLOCK_B=256, num_warps=4, **options({"PDL": 1}, rows.device),
+    )  # fmt: skip
