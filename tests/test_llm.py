@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +140,18 @@ def test_outputs_carry_logprobs_and_times(llm: LLM) -> None:
         (other,) = chunked.generate("hello", params, use_tqdm=False)
     assert other.prompt_logprobs == output.prompt_logprobs
     assert other.logprobs == output.logprobs
+
+
+def test_loading_says_how_long_each_stage_took(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="octavo")
+    LLM(folder, num_blocks=64, block_size=4).close()
+    expected = (
+        r"weights: .* KiB in \d+\.\d s",
+        r"KV cache in \d+\.\d s: 64 blocks in .*",
+        r"first steps in \d+\.\d s",
+        r"ready in \d+\.\d s",
+    )
+    assert re.fullmatch("\n".join(expected), "\n".join(record.getMessage() for record in caplog.records))
 
 
 def test_second_run_hits_the_prefix_cache_and_salt_separates(folder: Path) -> None:

@@ -6,7 +6,9 @@ with LLM("smollm2-135m") as llm:
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -27,6 +29,8 @@ from octavo.outputs import RequestOutput, StreamChunk
 from octavo.sampling_params import SamplingParams
 from octavo.text.chat import render_chat
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger("octavo")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
@@ -54,6 +58,7 @@ class LLM:
         progress: Callable[[str, int, int], None] | None = None,
         **options: Any,
     ) -> None:
+        began = time.perf_counter()
         config = EngineConfig.from_options(model, **options)
         device = resolve_device(config.device)
         config.on_device(device.type)  # refuses what this device has no use for
@@ -87,6 +92,7 @@ class LLM:
         self.generation_config = loaded.generation_config
         self.weights_nbytes = loaded.weights_nbytes
         self.engine: Engine = build_engine(config, loaded, tokenizer)
+        logger.info("ready in %.1f s", time.perf_counter() - began)
 
     @property
     def config(self) -> EngineConfig:

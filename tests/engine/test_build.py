@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,10 +51,13 @@ def test_steps_shrink_until_they_fit(loaded: LoadedModel, caplog: pytest.LogCapt
         f"steps of {size} tokens do not fit (too little memory left for a step); trying {size // 2}"
         for size in (8192, 4096, 2048, 1024)
     ]
-    assert messages[4] == (
-        "KV cache: 12 blocks in 144 KiB; 192 tokens: requests of up to 64 tokens, 3 of these at once; "
-        "512 tokens a step"
+    assert re.fullmatch(
+        r"KV cache in \d+\.\d s: 12 blocks in 144 KiB; 192 tokens: requests of up to 64 tokens, "
+        r"3 of these at once; 512 tokens a step",
+        messages[4],
     )
+    assert re.fullmatch(r"first steps in \d+\.\d s", messages[5])
+    assert len(messages) == 6
 
 
 @pytest.mark.usefixtures("small_memory")
@@ -62,6 +66,26 @@ def test_a_size_that_was_said_is_kept_or_refused(loaded: LoadedModel) -> None:
         build.build_engine(EngineConfig(model="m", max_num_batched_tokens=2048), loaded, None)
     engine = build.build_engine(EngineConfig(model="m", max_num_batched_tokens=700), loaded, None)
     assert engine.config.max_num_batched_tokens == 700
+
+
+def test_kernels_are_compiled_for_what_the_sampler_asks_and_counted(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="octavo")
+    asked: dict[str, Any] = {}
+
+    def warm_up(*_: Any, **options: Any) -> list[Any]:
+        asked.update(options)
+        return [SimpleNamespace(from_disk=from_disk) for from_disk in (True, False, True)]
+
+    monkeypatch.setattr(build, "warm_up", warm_up)
+    config = EngineConfig(model="m", max_model_len=64, max_num_batched_tokens=512)
+    build._compile_kernels(config, loaded, KVCacheSpec(2, 2, 8))
+    (record,) = caplog.records
+    assert re.fullmatch(r"3 kernels ready, 1 compiled, in \d+\.\d s", record.getMessage())
+    # The engine's log probabilities come from torch: nobody would launch those kernels.
+    assert asked["logprobs"] is False
+    assert asked["logits_dtype"] == loaded.dtype
 
 
 def test_memory_is_kept_free_for_all_that_steps_under_way_hold(monkeypatch: pytest.MonkeyPatch) -> None:

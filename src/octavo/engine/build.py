@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 
@@ -57,14 +58,16 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     config, num_blocks = _fitting(config, loaded, spec, may_shrink)
     assert config.max_model_len is not None
     assert config.max_num_batched_tokens is not None
+    began = time.perf_counter()
+    kv_cache = _allocate(spec, num_blocks, loaded.device)
     logger.info(
-        "KV cache: %d blocks in %s; %s; %d tokens a step",
+        "KV cache in %.1f s: %d blocks in %s; %s; %d tokens a step",
+        time.perf_counter() - began,
         num_blocks,
         format_bytes(num_blocks * spec.bytes_per_block),
         describe_capacity(num_blocks, spec.block_size, config.max_model_len, config.max_num_seqs),
         config.max_num_batched_tokens,
     )
-    kv_cache = _allocate(spec, num_blocks, loaded.device)
     cache = KVCacheManager(
         num_blocks,
         config.block_size,
@@ -88,9 +91,11 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     )
     vocab_size = loaded.config.vocab_size
     runner = ModelRunner(loaded.model, kv_cache, batches, Sampler(vocab_size))
+    began = time.perf_counter()
     runner.warm_up([smallest_step()])
     if is_compiled:
         runner.warm_up(steps_to_compile(config), layers_of_each_kind(loaded.config))
+    logger.info("first steps in %.1f s", time.perf_counter() - began)
     if config.uses_graphs and is_compiled:  # plain torch reads lengths on the host, which no graph can hold
         runner.use_graphs(config.max_model_len, CudaCapture(loaded.device))
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
@@ -131,6 +136,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
     model = loaded.config
     assert config.max_model_len is not None
     assert config.max_num_batched_tokens is not None
+    began = time.perf_counter()
     windows = {(-1, -1) if window is None else (window - 1, 0) for window in model.sliding_window}
     made = warm_up(
         model.num_heads,
@@ -151,10 +157,12 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
         logits_dtype=loaded.dtype,
+        logprobs=False,  # those the sampler gives come from torch
     )
     if made:
         num_compiled = sum(not one.from_disk for one in made)
-        logger.info("%d kernels ready, %d of them compiled just now", len(made), num_compiled)
+        seconds = time.perf_counter() - began
+        logger.info("%d kernels ready, %d compiled, in %.1f s", len(made), num_compiled, seconds)
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> int:
@@ -163,7 +171,9 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
     if loaded.device.type == "cuda":
         share = DEFAULT_DEVICE_MEMORY_SHARE
         if config.num_blocks is None and config.kv_cache_memory is None:
+            began = time.perf_counter()
             step_bytes = _largest_step_bytes(config, loaded, spec)
+            seconds = time.perf_counter() - began
             if config.uses_graphs:
                 step_bytes *= 2  # the graphs keep what a decode step takes to themselves
             if config.overlap:  # steps under way keep their logits, and perhaps a copy that options changed
@@ -173,7 +183,11 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
                 total = torch.cuda.get_device_properties(loaded.device).total_memory
                 allowed = parse_share(config.gpu_memory, total) - torch.cuda.memory_reserved(loaded.device)
                 free_bytes, share = min(free_bytes, allowed - step_bytes), 1.0
-            logger.info("the largest step takes %.1f MiB beside the cache", step_bytes / 2**20)
+            logger.info(
+                "the largest step takes %.1f MiB beside the cache, measured in %.1f s",
+                step_bytes / 2**20,
+                seconds,
+            )
     return resolve_num_blocks(
         spec,
         num_blocks=config.num_blocks,

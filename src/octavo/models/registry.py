@@ -7,7 +7,9 @@ import ctypes
 import hashlib
 import importlib
 import json
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from octavo.layers.attention_metadata import AttentionMetadata
     from octavo.models.weights.checkpoint import Checkpoint, Shape
     from octavo.models.weights.layouts import Part
+
+logger = logging.getLogger("octavo")
 
 __all__ = ["CausalLM", "LoadedModel", "load_model", "resolve_model"]
 
@@ -106,6 +110,7 @@ def load_model(
         WeightsError: the checkpoint is missing, truncated, corrupt, or does not match the config.
         CapacityError: the device has too little memory for the weights.
     """
+    began = time.perf_counter()
     check_choice("load_format", load_format, LOAD_FORMATS)
     check_choice("dtype", dtype, DTYPES)
     check_choice("quantization", quantization, QUANTIZATIONS)
@@ -151,6 +156,7 @@ def load_model(
         with _memory_named(source, checkpoint, activations, target):
             built: CausalLM = network.build(config, parameters, max_model_len)
     _give_back_freed_memory()
+    logger.info("weights: %s in %.1f s", format_bytes(parameters.nbytes), time.perf_counter() - began)
     return LoadedModel(
         model=built,
         config=config,
