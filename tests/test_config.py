@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 
 def test_a_device_that_was_left_open_is_filled_in() -> None:
     config = EngineConfig(model="m", kv_cache_dtype="fp8", dtype="float32")
-    filled = {"device": "cuda", "overlap": True, "max_num_batched_tokens": 8192}
+    filled = {"device": "cuda", "overlap": True, "max_num_batched_tokens": 16384}
     assert config.on_device("cuda") == config.replace(**filled)
     config = EngineConfig(model="m", quantization="int8", num_threads=2)
     filled = {"device": "cpu", "overlap": False, "max_num_batched_tokens": 512}

@@ -19,7 +19,7 @@ MAX_NUMBER: Final = 2**40
 """No count or length is larger; what fits in memory is smaller still, and said when it does not."""
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 512
-DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU: Final = 8192
+DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU: Final = 16384
 DEFAULT_RUN_AHEAD: Final = 3
 
 
@@ -37,7 +37,7 @@ class EngineConfig:
     max_model_len: longest prompt plus output, in tokens; None takes the model's own limit.
     max_num_seqs: most sequences running at once.
     max_num_batched_tokens: token budget of one step; longer prompts are computed in chunks. None: 512 on a
-        CPU; 8192 on a GPU, or the half or quarter of it whose steps fit in its memory.
+        CPU; 16384 on a GPU, halved until such steps fit in its memory.
     max_prefill_share: share of that budget prompts may take while other requests are decoding, so that
         a long prompt never makes running requests wait for a whole budget of it.
     enable_prefix_caching: reuse K/V of prompts that start alike.
