@@ -58,21 +58,26 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs of one memory pool: they never run at the same time, so they share their temporaries."""
+    """CUDA graphs of one memory pool: they never run at the same time, so they share their temporaries.
+
+    And of one stream, since cuBLAS keeps a workspace for each that it was ever called on.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda
         self._device = device
+        self._stream = cuda.Stream(device)
         self._pool: Any = None
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         cuda: Any = torch.cuda
-        stream = cuda.Stream(self._device)
+        stream = self._stream
         stream.wait_stream(cuda.current_stream(self._device))
         with cuda.stream(stream):
             step()  # whatever a first call loads or allocates for good
         cuda.current_stream(self._device).wait_stream(stream)
         graph = cuda.CUDAGraph()
-        with cuda.graph(graph, pool=self._pool):
+        with cuda.graph(graph, pool=self._pool, stream=stream):
             result = step()
         self._pool = self._pool or graph.pool()
         return graph.replay, result
