@@ -21,7 +21,14 @@ import torch
 from helpers.no_gpu import NoGpu
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels import flash_attn_varlen_func, gpu_checks
+from octavo.kernels import (
+    PackedWeight,
+    flash_attn_varlen_func,
+    gpu_checks,
+    linear,
+    norm_linear,
+    pack_weight,
+)
 from octavo.kernels import sample as sample_kernel
 from octavo.kernels.triton import warm_up
 from octavo.kernels.triton.warm_up import ModelShape
@@ -101,6 +108,9 @@ def everything(model: ModelShape) -> None:
         warm_up._small(model)
     for rows in around_powers(model.max_num_seqs):
         _sample(model, rows)
+    if not model.batch_invariant:
+        for rows in range(1, min(5, model.max_num_seqs, model.max_num_batched_tokens) + 1):
+            _layer(model, rows)
     if model.max_num_seqs > 257 and model.max_num_batched_tokens >= 2048:
         sweep = gpu_checks.Sweep(model)
         for batch in sweep.batches(60):
@@ -146,6 +156,27 @@ def _sample(model: ModelShape, rows: int) -> None:
                 logits, temperature=ones, seeds=places, positions=places, return_logprobs=return_logprobs,
                 **filters,
             )  # fmt: skip
+
+
+def _layer(model: ModelShape, rows: int) -> None:
+    """The products of a first layer, of another one, and of the head."""
+    assert model.hidden_size is not None
+    assert model.intermediate_size is not None
+    assert model.vocab_size is not None
+    hidden, inner = model.hidden_size, model.intermediate_size
+    attended = model.num_heads * model.head_dim
+    fused = attended + 2 * model.num_kv_heads * model.head_dim
+    x, norm = torch.zeros(rows, hidden, dtype=model.dtype), torch.ones(hidden, dtype=model.dtype)
+
+    def weight(width: int, depth: int) -> PackedWeight:
+        return pack_weight(torch.zeros(width, depth, dtype=model.dtype), "dense")
+
+    linear(x, weight(fused, hidden))
+    norm_linear(x, x, norm, 1e-6, weight(fused, hidden))
+    linear(torch.zeros(rows, attended, dtype=model.dtype), weight(hidden, attended))
+    norm_linear(x, x, norm, 1e-6, weight(2 * inner, hidden), gated=True)
+    linear(torch.zeros(rows, inner, dtype=model.dtype), weight(hidden, inner))
+    linear(x, weight(model.vocab_size, hidden))
 
 
 def main(arch: int, names: list[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FEW_COLUMNS = 32768
+FEW_COLUMNS = 32768
 """Columns up to which a program takes few of them, so that there are programs for a whole GPU."""
 
 
@@ -34,6 +34,7 @@ def _weights(at, start, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
+@launch.direct
 @triton.jit(do_not_specialize=["width", "num_rows"])
 def _few_rows_linear(
     x, weight, bias, residual, norm_weight, out, new_residual, width, num_rows, eps,
@@ -131,7 +132,7 @@ def few_rows_linear(
 def launch_class(x: Tensor, width: int, is_gated: bool) -> tuple[str, Parameters]:
     """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
     rows, depth = launch.block_for(x.shape[0]), x.shape[1]
-    size = "few" if width < _FEW_COLUMNS else "many"
+    size = "few" if width < FEW_COLUMNS else "many"
     key = f"M{rows} K{depth} {size} columns {x.element_size()} bytes{' gated' if is_gated else ''}"
     block_n = 16 if size == "many" else 2 if is_gated and rows > 1 else 4
     block_k = min(launch.block_for(depth), max(128, 2048 // x.element_size() // rows))

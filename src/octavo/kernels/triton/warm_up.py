@@ -70,7 +70,8 @@ def warm_up(
         scales: of a quantised cache: "none", "tensor" (one float each for K and V) or "token" (per token and
             head).
         batch_invariant: as in `flash_attn_varlen_func`.
-        hidden_size: for rms_norm.      intermediate_size: for silu_and_mul.
+        hidden_size: for rms_norm and the layers' products (without a bias).
+        intermediate_size: for silu_and_mul and the products of the MLP.
         vocab_size, logits_dtype: for sample, with all of top_k, top_p and min_p and with none (a subset is a
             kernel of its own), and without log probabilities in float32, too. None leaves that kernel out, as
             with the two sizes above.
@@ -231,6 +232,7 @@ def _rounds(model: ModelShape) -> Iterator[list[Job]]:
         *(job for window in model.window_sizes for job in _first_attention(model, window)),
         functools.partial(_write, model),
         functools.partial(_small, model),
+        *_products(model),
     ]
     yield [job for window in model.window_sizes for job in _all_attention(model, window)]
 
@@ -336,6 +338,39 @@ def _small(model: ModelShape) -> None:
             silu_and_mul(
                 torch.zeros((num_tokens, 2 * model.intermediate_size), dtype=model.dtype, device=model.device)
             )
+
+
+def _products(model: ModelShape) -> Iterator[Job]:
+    """Those that a decoder's layers and head have for few rows, each depth and kind by itself."""
+    from octavo.kernels.linear import FEW_ROWS
+    from octavo.kernels.triton.few_rows_linear import FEW_COLUMNS
+
+    if model.hidden_size is None or model.batch_invariant:
+        return
+    most = min(FEW_ROWS, model.max_num_seqs, model.max_num_batched_tokens)
+    for rows in _powers(most):
+        product = functools.partial(_product, model, rows)
+        yield functools.partial(product, model.hidden_size)
+        yield functools.partial(product, model.hidden_size, has_norm=True)
+        yield functools.partial(product, model.num_heads * model.head_dim)
+        if model.intermediate_size is not None:
+            yield functools.partial(product, model.hidden_size, has_norm=True, gated=True)
+            yield functools.partial(product, model.intermediate_size)
+        if model.vocab_size is not None and model.vocab_size >= FEW_COLUMNS:
+            yield functools.partial(product, model.hidden_size, width=FEW_COLUMNS)
+
+
+def _product(
+    model: ModelShape, rows: int, depth: int, *, width: int = 64, has_norm: bool = False, gated: bool = False
+) -> None:
+    from octavo.kernels import linear, norm_linear, pack_weight
+
+    x = torch.zeros((rows, depth), dtype=model.dtype, device=model.device)
+    weight = pack_weight(torch.zeros((width, depth), dtype=model.dtype, device=model.device), "dense")
+    if has_norm:
+        norm_linear(x, x, torch.ones_like(x[0]), 1e-6, weight, gated=gated)
+    else:
+        linear(x, weight)
 
 
 def _sample(
