@@ -81,8 +81,8 @@ def main() -> int:
         for turn in range(options.rounds):
             with serve_null.running(options.interval, num_groups) as url:
                 bare.append(delays(url, options))
-            with serve_scripted.running(options.interval, num_groups, options.model) as url:
-                front.append(delays(url, options))
+            with serve_scripted.running(options.interval, num_groups, options.model) as server:
+                front.append(delays(server.url, options))
             through, without = (
                 f"{1000 * s[-1].p50:.2f} and {1000 * s[-1].p99:.2f} ms" for s in (front, bare)
             )

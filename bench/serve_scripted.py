@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from octavo.config import EngineConfig
 from octavo.engine.stats import EngineStats
@@ -165,15 +165,22 @@ async def serve(model: str, interval_s: float, num_groups: int = 1) -> None:
         await engine.close()
 
 
+class Running(NamedTuple):
+    """Its base URL, and the process id of its front, whose child the engine process is."""
+
+    url: str
+    pid: int
+
+
 @contextlib.contextmanager
-def running(interval_s: float, num_groups: int = 1, model: str = "smollm2-135m") -> Iterator[str]:
-    """Such a server in processes of its own; its base URL."""
+def running(interval_s: float, num_groups: int = 1, model: str = "smollm2-135m") -> Iterator[Running]:
+    """Such a server in processes of its own."""
     options = ("--interval", str(interval_s), "--groups", str(num_groups), "--model", model)
     command = (sys.executable, __file__, *options)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
+            yield Running(f"http://127.0.0.1:{int(process.stdout.readline())}/v1", process.pid)
         finally:
             process.terminate()
 

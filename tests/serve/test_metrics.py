@@ -10,9 +10,9 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.engine.stats import EngineStats
-from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.serve import metrics as metrics_module
-from octavo.serve.messages import Item, News, Stage
+from octavo.serve.messages import News, Stage
 from octavo.serve.metrics import Metrics
 from octavo.serve.settings import ServeSettings
 
@@ -108,13 +108,8 @@ def clock(monkeypatch):
     return now
 
 
-def news(*items, stats=STATS, step_s=0.03, num_tokens=1):
-    return News(list(items), stats, step_s, num_tokens)
-
-
-def piece(request_id, num=1, output=None):
-    chunks = [StreamChunk(0, "x", [0] * num)] if num else []
-    return Item(request_id, chunks, output)
+def news(stats=STATS, step_s=0.03, num_tokens=1):
+    return News([], stats, step_s, num_tokens)
 
 
 def test_an_idle_server_tells_every_family_and_keeps_to_the_conventions():
@@ -150,14 +145,16 @@ def test_a_stream_is_timed_from_its_submission_and_from_piece_to_piece(clock):
     metrics = Metrics()
     metrics.submitted("a", 12)
     clock.s += 0.3
-    metrics.step(news(piece("a")))
+    metrics.told(["a"])
     clock.s += 0.02
-    metrics.step(news(piece("a", num=0)))  # text held back: no piece
+    metrics.told([])  # text held back: no piece
     clock.s += 0.02
-    metrics.step(news(piece("a")))
+    metrics.told(["a"])
     clock.s += 0.08
+    metrics.told(["a"])
     metrics.finished(output_of("a"))
-    metrics.step(news(piece("a", output=output_of("a"))))
+    for _ in range(4):
+        metrics.step(news())
     found = values(exposition(metrics))
     assert found["octavo_time_to_first_token_seconds_count"] == 1
     assert found["octavo_time_to_first_token_seconds_sum"] == pytest.approx(0.3)
@@ -182,7 +179,7 @@ def test_streams_of_one_step_are_counted_one_by_one(clock):
         metrics.submitted(name, 1)
     for _ in range(3):
         clock.s += 0.01
-        metrics.step(news(*map(piece, names)))
+        metrics.told(names)
     found = values(exposition(metrics))
     assert found["octavo_time_to_first_token_seconds_count"] == 256
     assert found["octavo_inter_token_latency_seconds_count"] == 512
@@ -194,7 +191,6 @@ def test_a_whole_answer_is_timed_by_the_engine(clock):
     metrics.submitted("a", 4)
     clock.s += 5
     metrics.finished(output_of("a"))
-    metrics.step(news(piece("a", num=0, output=output_of("a"))))
     found = values(exposition(metrics))
     assert found["octavo_time_to_first_token_seconds_sum"] == pytest.approx(0.2)
     assert found["octavo_inter_token_latency_seconds_count"] == 0
@@ -206,7 +202,7 @@ def test_what_ended_badly_is_in_no_duration(clock):
         metrics.submitted(name, 1)
         done = output_of(name, 0, reason, error, ttft_s=None, queue_s=None, tpot_s=None)
         metrics.finished(done)
-        metrics.step(news(piece(name, 0, done), num_tokens=0))
+        metrics.step(news(num_tokens=0))
     found = values(exposition(metrics))
     assert found['octavo_requests_total{finish_reason="abort"}'] == 1
     assert found['octavo_requests_total{finish_reason="error"}'] == 1

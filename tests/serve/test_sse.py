@@ -78,6 +78,7 @@ class Streamed:
 
     def put(self, *texts, output=None, place=0):
         self.generations[place].put([StreamChunk(0, text, [1]) for text in texts], output)
+        self.generations[place].wake()
 
 
 class QuickClient(Client):

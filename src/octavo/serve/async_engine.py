@@ -31,7 +31,7 @@ from octavo.errors import (
     RequestTimeoutError,
 )
 from octavo.models.source import resolve_model
-from octavo.outputs import Logprob
+from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.serve.generation import Generation, aborted
 from octavo.serve.listener import EngineListener, Link
@@ -326,12 +326,32 @@ class AsyncEngine:
 
     # From the engine process
 
-    def receive(self, message: ToFront) -> None:
-        """A message of the engine process."""
-        match message:
-            case News():
+    def receive(self, *messages: ToFront) -> None:
+        """Messages of the engine process that came together: what they bring one stream is one piece of it.
+
+        There are several only when the front lags. Writing to a stream is most of what a piece costs, so
+        that this is how it catches up.
+        """
+        steps: list[News] = []
+        ended: list[RequestOutput] = []
+        has_tokens: dict[Generation, bool] = {}
+        for message in messages:
+            if isinstance(message, News):
                 self._heard()
-                self._got_news(message)
+                ended += self._got_news(message, has_tokens)
+                steps.append(message)
+            else:
+                self._got_word(message)
+        for generation in has_tokens:
+            generation.wake()
+        self._listener.told([one.request_id for one, has_any in has_tokens.items() if has_any])
+        for output in ended:
+            self._listener.finished(output)
+        for news in steps:
+            self._listener.step(news)
+
+    def _got_word(self, message: ToFront) -> None:
+        match message:
             case Accepted():
                 self._heard()
                 for request_id in message.request_ids:
@@ -363,7 +383,9 @@ class AsyncEngine:
         if self._state == "stuck":
             self._set_state("ready")
 
-    def _got_news(self, news: News) -> None:
+    def _got_news(self, news: News, has_tokens: dict[Generation, bool]) -> list[RequestOutput]:
+        """Returns what ended. `has_tokens` gets those to be woken, and whether there is a token for them."""
+        ended = []
         for request_id in news.started:
             if (generation := self._generations.get(request_id)) is not None:
                 self._leave_queue(generation)
@@ -378,13 +400,14 @@ class AsyncEngine:
                 item.output.prompt = generation.prompt
                 item.output.prompt_token_ids = list(generation.prompt_token_ids)
                 del self._generations[item.request_id]
+                ended.append(item.output)
                 self._end(generation)
             # One that was aborted or timed out here tells its reader nothing more, but its end is counted.
-            if generation.error is None:
+            if generation.error is None and (item.chunks or item.output is not None):
                 generation.put(item.chunks, item.output)
-            if item.output is not None:
-                self._listener.finished(item.output)
-        self._listener.step(news)
+                has_any = any(chunk.token_ids for chunk in item.chunks)
+                has_tokens[generation] = has_any or has_tokens.get(generation, False)
+        return ended
 
     def _got_refusal(self, message: Refused) -> None:
         generation = self._generations.pop(message.request_id, None)

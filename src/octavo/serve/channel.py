@@ -84,10 +84,14 @@ class EngineChannel:
 
 
 class FrontChannel(asyncio.Protocol):
-    """The front's end: `on_message` gets each message, `on_lost` is called once when the engine has gone."""
+    """The front's end: `on_messages` gets all whole messages that have come since it was called last, up to
+    what one read holds; `on_lost` is called once when the engine has gone.
+    """
 
-    def __init__(self, on_message: Callable[[ToFront], None], on_lost: Callable[[], None]) -> None:
-        self._on_message = on_message
+    def __init__(
+        self, on_messages: Callable[[*tuple[ToFront, ...]], None], on_lost: Callable[[], None]
+    ) -> None:
+        self._on_messages = on_messages
         self._on_lost = on_lost
         self._frames = _Frames()
         self._transport: asyncio.WriteTransport | None = None
@@ -111,8 +115,8 @@ class FrontChannel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for message in self._frames.feed(data):
-            self._on_message(message)
+        if messages := self._frames.feed(data):
+            self._on_messages(*messages)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._on_lost()

@@ -107,7 +107,7 @@ class Generation:
     # For the AsyncEngine alone.
 
     def put(self, chunks: list[StreamChunk], output: RequestOutput | None) -> None:
-        """What a step brought."""
+        """What a step brought; `wake` tells the reader."""
         for chunk in chunks:
             pieces = self._pending.get(chunk.index)
             if pieces is None:
@@ -118,18 +118,23 @@ class Generation:
                 pieces[:] = [_joined(pieces)]
         if output is not None:
             self.output = output
-        if chunks or output is not None:
-            self._wake()
 
     def accept(self) -> None:
         self.is_accepted = True
-        self._wake()
+        self.wake()
 
     def fail(self, error: Exception) -> None:
         """It ends with `error`; pieces that arrived before can still be read."""
         if not self.is_over:
             self.error = error
-            self._wake()
+            self.wake()
+
+    def wake(self) -> None:
+        """The reader is told that there is something, or that it is over."""
+        if self.on_news is not None:
+            self.on_news()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _raise_error(self) -> None:
         if self.error is not None:
@@ -143,12 +148,6 @@ class Generation:
             await self._waiter
         finally:
             self._waiter = None
-
-    def _wake(self) -> None:
-        if self.on_news is not None:
-            self.on_news()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 def aborted(request_id: str) -> EngineError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ class EngineListener(Protocol):
 
     def submitted(self, request_id: str, num_prompt_tokens: int) -> None:
         """A request was sent to the engine."""
+
+    def told(self, request_ids: Collection[str]) -> None:
+        """Each of these streams was given a piece with tokens in it, just now."""
 
     def step(self, news: News) -> None:
         """A step ended (or there was none, and `news.num_tokens` is 0: an abort, a sign of life)."""

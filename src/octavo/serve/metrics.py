@@ -10,7 +10,7 @@ import platform
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -72,12 +72,11 @@ class _Histogram:
 class _Open:
     """A request under way. `last_s`: when its last piece came; None before the first."""
 
-    __slots__ = ("has_ended", "last_s", "submitted_s")
+    __slots__ = ("last_s", "submitted_s")
 
     def __init__(self, now: float) -> None:
         self.submitted_s = now
         self.last_s: float | None = None
-        self.has_ended = False
 
 
 class Metrics(Collector):
@@ -108,7 +107,7 @@ class Metrics(Collector):
         )
         self._between = _Histogram(
             "octavo_inter_token_latency_seconds",
-            "Time between the pieces of a streamed answer; a piece is a token unless text is held back.",
+            "Time between the pieces of a streamed answer, each of one token or of several.",
             BETWEEN_TOKENS_S,
         )
         self._per_token = _Histogram(
@@ -171,40 +170,34 @@ class Metrics(Collector):
             self._open.pop(request_id, None)
             self._log.refused(request_id)
 
-    def step(self, news: News) -> None:
+    def told(self, request_ids: Collection[str]) -> None:
         now = time.perf_counter()
-        self._stats = news.stats
-        if news.num_tokens:
-            self._step.observe(news.step_s)
-            self._step_tokens.observe(news.num_tokens)
         # Streams that run together have the same time since their last piece: count first, observe once.
-        last: Counter[float] = Counter()
-        for item in news.items:
-            request = self._open.get(item.request_id)
+        last: dict[float, int] = {}
+        for request_id in request_ids:
+            request = self._open.get(request_id)
             if request is None:
                 continue
-            if request.has_ended:
-                del self._open[item.request_id]
-            for chunk in item.chunks:
-                if chunk.token_ids:
-                    break
+            last_s = request.last_s
+            if last_s is not None:
+                last[last_s] = last.get(last_s, 0) + 1
             else:
-                continue
-            if request.last_s is not None:
-                last[request.last_s] += 1
-            elif not request.has_ended:
                 self._to_first.observe(now - request.submitted_s)
             request.last_s = now
         for last_s, count in last.items():
             self._between.observe(now - last_s, count)
 
+    def step(self, news: News) -> None:
+        self._stats = news.stats
+        if news.num_tokens:
+            self._step.observe(news.step_s)
+            self._step_tokens.observe(news.num_tokens)
+
     def finished(self, output: RequestOutput) -> None:
-        request = self._open.get(output.request_id)  # the step that ended it is still to be told
+        request = self._open.pop(output.request_id, None)
         reason = "error" if output.error else output.finish_reason or "error"
         self._finished[reason] += 1
         metrics = output.metrics
-        if request is not None:
-            request.has_ended = True
         if request is None or request.last_s is None:
             self._to_first.observe(metrics.ttft_s)
         self._queued.observe(metrics.queue_s)

@@ -25,13 +25,13 @@ EXIT_S: Final = 10.0
 
 
 class EngineProcess:
-    """Starts the process at once; `on_message` gets its messages, `on_lost` is told when it has gone."""
+    """Starts the process at once; `on_messages` gets its messages, `on_lost` is told when it has gone."""
 
     def __init__(
         self,
         build: Build,
         config: EngineConfig,
-        on_message: Callable[[ToFront], None],
+        on_messages: Callable[[*tuple[ToFront, ...]], None],
         on_lost: Callable[[str], None],
     ) -> None:
         from octavo.serve.engine_process import main
@@ -51,7 +51,7 @@ class EngineProcess:
         # At exit multiprocessing asks its children to end in a way that this one is deaf to, and waits.
         atexit.register(self._process.kill)
         theirs.close()  # or its end would never be seen
-        self._channel = FrontChannel(on_message, self._lost)
+        self._channel = FrontChannel(on_messages, self._lost)
         self._connecting = asyncio.get_running_loop().create_task(self._channel.connect(ours))
         self._gone = asyncio.Event()
 
