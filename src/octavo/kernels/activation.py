@@ -6,6 +6,9 @@ from torch import Tensor
 
 from octavo.kernels import backend, checks
 from octavo.kernels.argument_types import names_wrong_types
+from octavo.kernels.known_calls import KnownCalls, prepared
+
+_known_silu, _known_gelu = KnownCalls(), KnownCalls()
 
 
 @names_wrong_types
@@ -21,11 +24,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Raises:
         KernelArgumentError: x is not two-dimensional, or its last dimension is odd.
     """
-    name = "silu_and_mul"
-    checks.tensor(name, "x", x, "T, 2 * I")
-    if x.shape[1] % 2:
-        raise checks.wrong(name, "the last dimension of x", "even: [gate | up]", x.shape[1])
-    out: Tensor = backend.select(name, "cpu" if x.is_cpu else x.device.type, x.dtype)(x)
+    call = _known_silu.get((x,))
+    if call is None:
+        name = "silu_and_mul"
+        checks.tensor(name, "x", x, "T, 2 * I")
+        if x.shape[1] % 2:
+            raise checks.wrong(name, "the last dimension of x", "even: [gate | up]", x.shape[1])
+        call = prepared(backend.select(name, "cpu" if x.is_cpu else x.device.type, x.dtype), x)
+        _known_silu.keep(call, (x,))
+    out: Tensor = call(x)
     return out
 
 
@@ -42,7 +49,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     Raises:
         KernelArgumentError: x is not two-dimensional.
     """
-    name = "gelu_tanh"
-    checks.tensor(name, "x", x, "T, I")
-    out: Tensor = backend.select(name, "cpu" if x.is_cpu else x.device.type, x.dtype)(x)
+    call = _known_gelu.get((x,))
+    if call is None:
+        name = "gelu_tanh"
+        checks.tensor(name, "x", x, "T, I")
+        call = prepared(backend.select(name, "cpu" if x.is_cpu else x.device.type, x.dtype), x)
+        _known_gelu.keep(call, (x,))
+    out: Tensor = call(x)
     return out

@@ -52,6 +52,7 @@ gradients              none; inputs that require them are refused
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -59,6 +60,9 @@ from torch import Tensor
 
 from octavo.kernels import backend, checks
 from octavo.kernels.argument_types import names_wrong_types
+from octavo.kernels.known_calls import KnownCalls, prepared
+
+_known = KnownCalls()
 
 
 @overload
@@ -173,6 +177,55 @@ def flash_attn_varlen_func(
             requires gradients, batch_invariant where only the reference can do the rest (on the CPU: float64
             and quantised caches). Nothing was launched.
     """
+    # A window that is no pair is a TypeError here, which the decorator explains.
+    tensors = (
+        q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, block_table, out, k_scale, v_scale
+    )  # fmt: skip
+    values = (
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, return_softmax_lse,
+        batch_invariant,
+    )  # fmt: skip
+    lens = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    known = _known.get(tensors, *values)
+    if known is None:
+        window = _check(
+            q, k, v, *lens, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, block_table,
+            return_softmax_lse, out, k_scale, v_scale, batch_invariant,
+        )  # fmt: skip
+        kernel = None
+    else:
+        kernel, window = known
+    options = Options(
+        softmax_scale, causal, window, softcap, alibi_slopes, sinks, k_scale, v_scale, batch_invariant
+    )
+    result, lse, kernel = attend(q, k, v, *lens, options, block_table, out, return_softmax_lse, kernel=kernel)
+    if known is None:
+        _known.keep((kernel, window), tensors, *values)
+    return result if lse is None else (result, lse)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    block_table: Tensor | None,
+    return_softmax_lse: bool,
+    out: Tensor | None,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    batch_invariant: bool,
+) -> tuple[int, int]:
+    """That these arguments of `flash_attn_varlen_func` are right; returns the window."""
     name = "flash_attn_varlen_func"
     device = q.device
     checks.tensor(name, "q", q, "Tq, num_heads, head_dim")
@@ -199,13 +252,10 @@ def flash_attn_varlen_func(
         checks.scales(name, k_scale, v_scale, k)
     checks.heads(name, num_heads, num_kv_heads, head_dim, kv_head_dim)
     check_invariant(name, batch_invariant, q, k)
-    window_size = checks.attention_options(
+    window = checks.attention_options(
         name, num_heads, batch, device, softmax_scale, causal, window_size, softcap,
         alibi_slopes, sinks, return_softmax_lse,
     )  # fmt: skip
-    options = Options(
-        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale, batch_invariant
-    )
     if out is not None:
         checks.output(name, out, q)
     if q.is_cpu:
@@ -217,7 +267,7 @@ def flash_attn_varlen_func(
             max_seqlen_k,
             num_rows,
             num_keys,
-            window_size[0],
+            window[0],
             block_table,
             num_blocks,
             block_size,
@@ -226,9 +276,7 @@ def flash_attn_varlen_func(
         expected = f"at least {-(-num_rows // max(batch, 1))} for {num_rows} rows of q in {batch} sequences"
         way_out = "Pass the number of rows of the longest sequence, or more."
         raise checks.wrong(name, "max_seqlen_q", expected, max_seqlen_q, way_out)
-    lens = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = attend(q, k, v, *lens, options, block_table, out, return_softmax_lse)
-    return out if lse is None else (out, lse)
+    return window
 
 
 def check_invariant(name: str, batch_invariant: bool, q: Tensor, k: Tensor) -> None:
@@ -271,8 +319,12 @@ def attend(
     out: Tensor | None,
     with_lse: bool,
     leftpad: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Run the selected implementation on checked arguments; the first leftpad[b] keys are not there."""
+    kernel: Callable[..., None] | None = None,
+) -> tuple[Tensor, Tensor | None, Callable[..., None]]:
+    """Run the selected implementation on checked arguments; the first leftpad[b] keys are not there.
+
+    Returns (out, lse, kernel), and is given that kernel for another call of this signature.
+    """
     num_rows, num_heads, head_dim = q.shape
     device = q.device
     if out is None:
@@ -282,26 +334,17 @@ def attend(
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = torch.empty((num_heads, num_rows), dtype=dtype, device=device)
     scale = options.softmax_scale
-    backend.select("varlen_attention", "cpu" if q.is_cpu else device.type, q.dtype, k.dtype, head_dim)(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
-        causal=options.causal,
-        window_size=options.window_size,
-        softcap=options.softcap,
-        alibi_slopes=options.alibi_slopes,
-        sinks=options.sinks,
-        block_table=block_table,
-        out=out,
-        lse=lse,
-        k_scale=options.k_scale,
-        v_scale=options.v_scale,
-        leftpad=leftpad,
-        batch_invariant=options.batch_invariant,
-    )
-    return out, lse
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    rest = {
+        "softmax_scale": 1.0 / math.sqrt(head_dim) if scale is None else scale,
+        "causal": options.causal, "window_size": options.window_size, "softcap": options.softcap,
+        "alibi_slopes": options.alibi_slopes, "sinks": options.sinks, "block_table": block_table, "out": out,
+        "lse": lse, "k_scale": options.k_scale, "v_scale": options.v_scale, "leftpad": leftpad,
+        "batch_invariant": options.batch_invariant,
+    }  # fmt: skip
+    if kernel is None:
+        device_type = "cpu" if q.is_cpu else device.type
+        selected = backend.select("varlen_attention", device_type, q.dtype, k.dtype, head_dim)
+        kernel = prepared(selected, *tensors, **rest)
+    kernel(*tensors, **rest)
+    return out, lse, kernel

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.errors import ConfigError, UnsupportedKernelConfig, nearest
+from octavo.kernels import known_calls
 from octavo.kernels import triton as triton_room
 
 # kernel -> (module, what `supports` is told, an ordinary example of it)
@@ -145,11 +146,13 @@ def use(room: str) -> Iterator[None]:
     global _forced
     before, _forced = _forced, _known_room(room, "backend.use")
     _selected.clear()
+    known_calls.forget()
     try:
         yield
     finally:
         _forced = before
         _selected.clear()
+        known_calls.forget()
 
 
 def ordinary_facts(kernel: str, device_type: str) -> tuple[Any, ...]:

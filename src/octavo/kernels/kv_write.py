@@ -7,8 +7,11 @@ from torch import Tensor
 
 from octavo.kernels import backend, checks
 from octavo.kernels.argument_types import names_wrong_types
+from octavo.kernels.known_calls import KnownCalls, prepared
 
 _SLOT_DTYPES = (torch.int64, torch.int32)
+
+_known = KnownCalls()
 
 
 @names_wrong_types
@@ -56,14 +59,19 @@ def write_kv_cache(
         In both cases the caches are untouched.
     """
     name = "write_kv_cache"
-    device = k.device
-    checks.tensor(name, "k", k, "T, num_kv_heads, head_dim")
-    slot_mapping = check_write(name, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    kernel = backend.select(name, "cpu" if k.is_cpu else device.type, k.dtype, k_cache.dtype)
-    if k_scale is None and v_scale is None:
-        kernel(k, v, k_cache, v_cache, slot_mapping)
+    scales = {} if k_scale is None and v_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
+    signature = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    call = _known.get(signature)
+    if call is None:
+        checks.tensor(name, "k", k, "T, num_kv_heads, head_dim")
+        check_write(name, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        device_type = "cpu" if k.is_cpu else k.device.type
+        kernel = backend.select(name, device_type, k.dtype, k_cache.dtype)
+        call = prepared(kernel, k, v, k_cache, v_cache, slot_mapping.long(), **scales)
+        _known.keep(call, signature)
     else:
-        kernel(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        checks.two_caches(name, k_cache, v_cache, k_scale, v_scale)
+    call(k, v, k_cache, v_cache, slot_mapping.long(), **scales)
 
 
 def check_write(
@@ -75,8 +83,8 @@ def check_write(
     slot_mapping: Tensor,
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
-) -> Tensor:
-    """The checks of a call that writes into the caches, but for k alone; returns the slots as int64."""
+) -> None:
+    """The checks of a call that writes into the caches, but for k alone."""
     device = k.device
     checks.tensor(name, "v", v, "T, num_kv_heads, head_dim", device)
     checks.caches(name, "k_cache", k_cache, "v_cache", v_cache, device)
@@ -89,8 +97,5 @@ def check_write(
         expected = f"of shape (T, {num_kv_heads}, {head_dim}) like the cache"
         raise checks.wrong(name, "k", expected, f"shape {tuple(shape)}")
     checks.exactly(name, "slot_mapping", slot_mapping, (shape[0],), device, _SLOT_DTYPES)
-    if slot_mapping.dtype != torch.int64:
-        slot_mapping = slot_mapping.long()
     if k.is_cpu:
         checks.slots(name, slot_mapping, num_blocks * block_size)
-    return slot_mapping

@@ -185,7 +185,7 @@ def flash_attn_with_kvcache(
             {"k_scale": k_scale, "v_scale": v_scale},
         )  # fmt: skip
     seqlens = (plan.cu_seqlens_q, plan.cu_seqlens_k, seqlen_q, longest)
-    packed, lse = attend(
+    packed, lse, _ = attend(
         packed_q, k_cache, v_cache, *seqlens, options, plan.table, None, return_softmax_lse, cache_leftpad
     )
     out = packed.view(batch, seqlen_q, num_heads, head_dim)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import overload
+from collections.abc import Callable
+from typing import Any, overload
 
 from torch import Tensor
 
 from octavo.kernels import backend, checks
 from octavo.kernels.argument_types import names_wrong_types
+from octavo.kernels.known_calls import KnownCalls, prepared
+
+_known = KnownCalls()
 
 
 @overload
@@ -33,6 +37,16 @@ def rms_norm(
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong.
     """
+    call = _known.get((x, weight, residual), eps)
+    if call is None:
+        call = _checked(x, weight, eps, residual)
+        _known.keep(call, (x, weight, residual), eps)
+    out, new_residual = call(x, weight, eps, residual)
+    return out if residual is None else (out, new_residual)
+
+
+def _checked(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Callable[..., Any]:
+    """The kernel for such a call, if it is a right one."""
     name = "rms_norm"
     device = x.device
     shape = x.shape
@@ -53,5 +67,4 @@ def rms_norm(
             )
         checks.floats(name, "residual", residual, device)
     kernel = backend.select(name, "cpu" if x.is_cpu else device.type, x.dtype, weight.dtype)
-    out, new_residual = kernel(x, weight, eps, residual)
-    return out if residual is None else (out, new_residual)
+    return prepared(kernel, x, weight, eps, residual)

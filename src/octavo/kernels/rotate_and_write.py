@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from octavo.kernels import backend, checks
 from octavo.kernels.argument_types import names_wrong_types
+from octavo.kernels.known_calls import KnownCalls, prepared
 from octavo.kernels.kv_write import check_write
 from octavo.kernels.rotary import check_rotary
+
+_known = KnownCalls()
 
 
 @names_wrong_types
@@ -54,9 +59,54 @@ def rotate_and_write_kv_cache(
         In both cases the caches are untouched.
     """
     name = "rotate_and_write_kv_cache"
+    tensors = (q, k, v, cos_sin_cache, positions, k_cache, v_cache, slot_mapping)
+    optional = (q_weight, k_weight, k_scale, v_scale)
+    call = _known.get((*tensors, *optional), eps, interleaved)
+    if call is None:
+        call = _checked(name, *tensors, *optional, eps, interleaved)
+        _known.keep(call, (*tensors, *optional), eps, interleaved)
+    else:
+        checks.two_caches(name, k_cache, v_cache, k_scale, v_scale)
+    turned: Tensor = call(
+        q,
+        k,
+        v,
+        cos_sin_cache,
+        positions,
+        k_cache,
+        v_cache,
+        slot_mapping.long(),
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+        interleaved=interleaved,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return turned
+
+
+def _checked(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    k_scale: Tensor | float | None,
+    v_scale: Tensor | float | None,
+    eps: float,
+    interleaved: bool,
+) -> Callable[..., Tensor]:
+    """The kernel for such a call, if it is a right one."""
     device = q.device
     check_rotary(name, q, k, cos_sin_cache, positions, interleaved)
-    slot_mapping = check_write(name, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    check_write(name, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     head_dim = q.shape[2]
     if (q_weight is None) != (k_weight is None):
         given = "q_weight" if k_weight is None else "k_weight"
@@ -72,7 +122,8 @@ def rotate_and_write_kv_cache(
         if k_weight.dtype != q_weight.dtype:
             raise checks.wrong(name, "k_weight.dtype", f"{q_weight.dtype} like q_weight", k_weight.dtype)
     device_type = "cpu" if q.is_cpu else device.type
-    turned: Tensor = backend.select(name, device_type, q.dtype, k_cache.dtype, head_dim)(
+    return prepared(
+        backend.select(name, device_type, q.dtype, k_cache.dtype, head_dim),
         q,
         k,
         v,
@@ -80,7 +131,7 @@ def rotate_and_write_kv_cache(
         positions,
         k_cache,
         v_cache,
-        slot_mapping,
+        slot_mapping.long(),
         q_weight=q_weight,
         k_weight=k_weight,
         eps=eps,
@@ -88,4 +139,3 @@ def rotate_and_write_kv_cache(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return turned

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("triton_room")
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that are called, which then do nothing."""
     made: list[str] = []
-    monkeypatch.setattr(decode, "decode_attention", lambda *_, **__: made.append("decode"))
+    monkeypatch.setattr(decode, "prepare", lambda *_, **__: lambda *_: made.append("decode"))
     monkeypatch.setattr(prefill, "prefill_attention", lambda *_, **__: made.append("prefill"))
     return made
 

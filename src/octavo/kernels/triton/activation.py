@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.known_calls import prepared_by
 from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
@@ -55,31 +58,42 @@ def supports(x_dtype: torch.dtype) -> str | None:
     return None if x_dtype in _DTYPES else f"no Triton kernel for {x_dtype}"
 
 
+def _prepare(
+    kernel, name: str, x: Tensor, width: int, parameters: Parameters | None = None
+) -> Callable[[Tensor], Tensor]:
+    """The function for calls of this signature."""
+    shape, dtype, device = (x.shape[0], width), x.dtype, x.device
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if out.numel() == 0:
+        return lambda x: torch.empty(shape, dtype=dtype, device=device)
+    parameters = parameters or tuning.parameters(name, device, *launch_class(x, width))
+    chunks = -(-width // parameters["BLOCK_I"])
+    launched = launch.Prepared(
+        kernel, (shape[0] * chunks,),
+        {
+            "x": x, "out": out, "x_row": x.stride(0), "WIDTH": width, "CHUNKS": chunks,
+            "ALIGN": launch.alignment(x), **launch.options(parameters, device),
+        },
+    )  # fmt: skip
+
+    def call(x: Tensor) -> Tensor:
+        out = torch.empty(shape, dtype=dtype, device=device)
+        launched(x, out)
+        return out
+
+    return call
+
+
+@prepared_by(lambda x: _prepare(_silu_and_mul, "silu_and_mul", x, x.shape[1] // 2))
 def silu_and_mul(x: Tensor, *, parameters: Parameters | None = None) -> Tensor:
     """`silu(gate) * up` of `x = [gate | up]`; `parameters` take the place of those of this GPU's table."""
-    width = x.shape[1] // 2
-    parameters = parameters or tuning.parameters("silu_and_mul", x.device, *launch_class(x, width))
-    return _launch(_silu_and_mul, x, width, parameters)
+    return _prepare(_silu_and_mul, "silu_and_mul", x, x.shape[1] // 2, parameters)(x)
 
 
+@prepared_by(lambda x: _prepare(_gelu_tanh, "gelu_tanh", x, x.shape[1]))
 def gelu_tanh(x: Tensor) -> Tensor:
     """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`."""
-    width = x.shape[1]
-    parameters = tuning.parameters("gelu_tanh", x.device, *launch_class(x, width))
-    return _launch(_gelu_tanh, x, width, parameters)
-
-
-def _launch(kernel, x: Tensor, width: int, parameters: Parameters) -> Tensor:
-    num_rows = x.shape[0]
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
-    options = launch.options(parameters, x.device)
-    chunks = -(-width // parameters["BLOCK_I"])
-    kernel[num_rows * chunks,](
-        x, out, x.stride(0), WIDTH=width, CHUNKS=chunks, ALIGN=launch.alignment(x), **options
-    )
-    return out
+    return _prepare(_gelu_tanh, "gelu_tanh", x, x.shape[1])(x)
 
 
 def launch_class(x: Tensor, width: int) -> tuple[str, Parameters]:

@@ -8,12 +8,15 @@ arguments, no length is read by the host, and a row's bits do not depend on what
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.triton import decode, is_interpreted, prefill
+from octavo.kernels.known_calls import prepared_by
+from octavo.kernels.triton import decode, is_interpreted, on_device_of, prefill
+from octavo.kernels.triton.attention_arguments import arguments
 from octavo.kernels.triton.tiles import SHORT
 
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,6 +44,86 @@ def _reads_float8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
+def _division(q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> tuple[bool, int]:
+    """Whether the kernel of short sequences is needed; the longest sequence there may be, 0 for nothing."""
+    num_rows, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
+    if num_rows == 0 or batch < 1:
+        return False, 0
+    longest = min(max_seqlen_q, num_rows)
+    # With more rows than that all sequences are longer, unless q is padded: then one launch does it anyway.
+    return longest <= SHORT or num_rows <= (batch - 1) * longest + SHORT, longest
+
+
+def _attend_long(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    longest: int,
+    max_seqlen_k: int,
+    **options: Any,
+) -> None:
+    hopper = _hopper()
+    asked = (
+        "block_table", "out", "softmax_scale", "alibi_slopes", "sinks", "k_scale", "v_scale", "leftpad",
+        "batch_invariant",
+    )  # fmt: skip
+    fits = (
+        not isinstance(hopper, str)
+        and not prefill.suits(q, k, cu_seqlens_q.shape[0] - 1, longest, max_seqlen_k)
+        and hopper.supports_hopper(
+            q, k, v, max_seqlen_q=longest, **{name: options[name] for name in asked}
+        ) is None
+    )  # fmt: skip
+    kernel = hopper.prefill_attention if fits else prefill.prefill_attention
+    kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, max_seqlen_k, **options)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Any,
+) -> Callable[..., None]:
+    """`varlen_attention` for calls of this signature: the launches for short sequences are ready.
+
+    Those for long ones depend on more than a signature has: whether tensors begin where TMA can read them.
+    """
+    takes_short, longest = _division(q, cu_seqlens_q, max_seqlen_q)
+    if not takes_short or options["batch_invariant"]:
+        return varlen_attention
+    told = {name: x for name, x in options.items() if name != "batch_invariant"}
+    short = decode.prepare(arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, **told), longest, max_seqlen_k)
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        **options: Any,
+    ) -> None:
+        given = (
+            q, k, v, options["out"], options["lse"], cu_seqlens_q, cu_seqlens_k, options["block_table"],
+            options["leftpad"], options["alibi_slopes"], options["sinks"], options["k_scale"],
+            options["v_scale"],
+        )  # fmt: skip
+        short(*[x for x in given if isinstance(x, Tensor)])
+        if longest > SHORT:
+            with on_device_of(q):
+                _attend_long(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, max_seqlen_k, **options)
+
+    return call
+
+
+@prepared_by(prepare)
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -65,32 +148,17 @@ def varlen_attention(
     batch_invariant: bool = False,
 ) -> None:
     """Fill `out` (Tq, H, D) and `lse` (H, Tq); `octavo.kernels.attention` says what they mean."""
-    num_rows, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
-    if num_rows == 0 or batch < 1:
-        return
-    longest = min(max_seqlen_q, num_rows)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap,
         "alibi_slopes": alibi_slopes, "sinks": sinks, "block_table": block_table, "out": out, "lse": lse,
         "k_scale": k_scale, "v_scale": v_scale, "leftpad": leftpad, "batch_invariant": batch_invariant,
     }  # fmt: skip
+    takes_short, longest = _division(q, cu_seqlens_q, max_seqlen_q)
     seqlens = cu_seqlens_q, cu_seqlens_k, longest, max_seqlen_k
-    # With more rows than that all sequences are longer, unless q is padded: then one launch does it anyway.
-    if longest <= SHORT or num_rows <= (batch - 1) * longest + SHORT:
+    if takes_short:
         decode.decode_attention(q, k, v, *seqlens, **options)
     if longest > SHORT:
-        hopper = _hopper()
-        fits = (
-            not isinstance(hopper, str)
-            and not prefill.suits(q, k, batch, longest, max_seqlen_k)
-            and hopper.supports_hopper(
-                q, k, v, block_table, out, max_seqlen_q=longest, softmax_scale=softmax_scale,
-                alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, leftpad=leftpad,
-                batch_invariant=batch_invariant,
-            ) is None
-        )  # fmt: skip
-        kernel = hopper.prefill_attention if fits else prefill.prefill_attention
-        kernel(q, k, v, *seqlens, **options)
+        _attend_long(q, k, v, *seqlens, **options)
 
 
 @functools.cache

@@ -138,6 +138,11 @@ def arguments(
     }  # fmt: skip
 
 
+def tensors_of(facts: dict[str, Any]) -> list[Tensor]:
+    """The tensors among `arguments`, in that order."""
+    return [x for x in facts.values() if isinstance(x, Tensor)]
+
+
 def with_scales_applied(facts: dict[str, Any]) -> dict[str, Any]:
     """The same for `tiles.absorb_tiles`, which multiplies the scales of tokens into products and values.
 

@@ -22,6 +22,7 @@ product: row r is head ``r % GROUP`` of token ``r // GROUP``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ from octavo.kernels.triton.attention_arguments import (
     arguments,
     num_processors,
     shape_key,
+    tensors_of,
 )
 from octavo.kernels.triton.decode_invariant import decode_invariant
 from octavo.kernels.triton.decode_tiles import load_quickly, look_up, split_scales
-from octavo.kernels.triton.launch import direct
+from octavo.kernels.triton.launch import Prepared, direct
 from octavo.kernels.triton.launch import options as launch_options
 from octavo.kernels.triton.tuning import Parameters, parameters
 
@@ -336,19 +338,33 @@ def decode_attention(
     )  # fmt: skip
     if facts["batch"] == 0:
         return
-    longest = min(max_seqlen_q, tiles.SHORT)
     if batch_invariant:
+        longest = min(max_seqlen_q, tiles.SHORT)
         decode_invariant(facts, longest, max_seqlen_k, 2 * num_processors(q.device))
         return
+    prepare(facts, max_seqlen_q, max_seqlen_k)(*tensors_of(facts))
+
+
+def prepare(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int) -> Callable[..., None]:
+    """Both launches, as `prepare_launches` makes them, for the bounds of a call, not batch-invariant."""
+    q, k = facts["q"], facts["k"]
+    longest = min(max_seqlen_q, tiles.SHORT)
     # Beside prompts, sequences of this kernel mostly have one row, and tiles for more would be slower.
     together = longest if max_seqlen_q <= tiles.SHORT else 1
     key = parameters_key(q, k, facts["BLOCK_SIZE"], together)
     given = parameters("decode_attention", q.device, key, default_parameters(q, k, together))
-    launch(facts, longest, together, max_seqlen_k, given)
+    return prepare_launches(facts, longest, together, max_seqlen_k, given)
 
 
 def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int, given: Parameters) -> None:
-    """Both launches, on the `arguments` of a call.
+    """Both launches, on the `arguments` of a call."""
+    prepare_launches(facts, longest, together, max_seqlen_k, given)(*tensors_of(facts))
+
+
+def prepare_launches(
+    facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int, given: Parameters
+) -> Callable[..., None]:
+    """Both launches, for calls like that of these `arguments`, with their `tensors_of`.
 
     `longest`: query rows of a sequence, at most; `together`: for how many of them a tile of rows is made.
     """
@@ -365,23 +381,38 @@ def launch(facts: dict[str, Any], longest: int, together: int, max_seqlen_k: int
     block_b = decode_plan.sequences_at_once(batch)
     nvidia = device.type != "xpu" and torch.version.hip is None and not is_interpreted()
     chained = launch_options({"PDL": given["PDL"]}, device)
+    acc_shape, sums_shape = (2 * programs, rows, facts["BLOCK_D"]), (2 * programs, rows, 2)
     shared = {
-        "piece_acc": torch.empty((2 * programs, rows, facts["BLOCK_D"]), dtype=torch.float32, device=device),
-        "piece_sums": torch.empty((2 * programs, rows, 2), dtype=torch.float32, device=device),
+        "piece_acc": torch.empty(acc_shape, dtype=torch.float32, device=device),
+        "piece_sums": torch.empty(sums_shape, dtype=torch.float32, device=device),
         "ranks": ranks, "least": least, "BLOCK_M": block_m, "BLOCK_N": block_n, "ROWS": rows,
         "BLOCK_B": block_b, "ONE_BLOCK": batch <= block_b, "ONE_ITEM": packed <= block_m, **chained,
     }  # fmt: skip
     registers = {"maxnreg": given["maxnreg"]} if nvidia and given["maxnreg"] else {}
-    _decode[(programs,)](
-        **facts, **shared,
-        SAME_STRIDES=facts["k"].stride() == facts["v"].stride(),
-        ASSEMBLY=nvidia and facts["k"].element_size() == 1 and facts["COMPUTE"] == tl.float16,
-        PIN=given["PIN"], num_warps=given["num_warps"], num_stages=given["num_stages"], **registers,
+    decode = Prepared(
+        _decode, (programs,),
+        {
+            **facts, **shared, "SAME_STRIDES": facts["k"].stride() == facts["v"].stride(),
+            "ASSEMBLY": nvidia and facts["k"].element_size() == 1 and facts["COMPUTE"] == tl.float16,
+            "PIN": given["PIN"], "num_warps": given["num_warps"], "num_stages": given["num_stages"],
+            **registers,
+        },
     )  # fmt: skip
-    _merge_pieces[(programs, min(packed, block_m))](
-        **{name: facts[name] for name in MERGE_FACTS}, **shared,
-        PIECES=max(1, given["MERGED"] // facts["BLOCK_D"]), num_warps=4,
+    merged = {name: facts[name] for name in facts if name in MERGE_FACTS}
+    merge = Prepared(
+        _merge_pieces, (programs, min(packed, block_m)),
+        {**merged, **shared, "PIECES": max(1, given["MERGED"] // facts["BLOCK_D"]), "num_warps": 4},
     )  # fmt: skip
+    names = [name for name, x in facts.items() if isinstance(x, Tensor)]
+    places = [place for place, name in enumerate(names) if name in merged]
+
+    def call(*tensors: Tensor) -> None:
+        acc = torch.empty(acc_shape, dtype=torch.float32, device=device)
+        sums = torch.empty(sums_shape, dtype=torch.float32, device=device)
+        decode(*tensors, acc, sums)
+        merge(*[tensors[place] for place in places], acc, sums)
+
+    return call
 
 
 def _is_exact(q: Tensor, k: Tensor) -> bool:

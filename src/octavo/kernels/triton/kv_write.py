@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.known_calls import prepared_by
 from octavo.kernels.triton import launch, quantization, tiles, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 _TOKEN_SCALES: tl.constexpr = tl.constexpr(tiles.TOKEN_SCALES)
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn, torch.int8)
+_QUANTISED = (torch.float8_e4m3fn, torch.int8)
+_CACHE_DTYPES = (*_DTYPES, *_QUANTISED)
 _VARYING = [
     "num_rows", "num_slots", "block_size",
     "k_token", "k_head", "v_token", "v_head",
@@ -89,6 +92,50 @@ def supports(k_dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
     return None
 
 
+def prepare(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    parameters: Parameters | None = None,
+) -> Callable[..., None]:
+    """`write_kv_cache` for calls of this signature."""
+    num_tokens, num_heads, head_dim = k.shape
+    num_rows = num_tokens * num_heads
+    if num_rows == 0 or head_dim == 0 or k_cache.numel() == 0:
+        return lambda *_, **__: None
+    parameters = parameters or tuning.parameters("write_kv_cache", k.device, *launch_class(k, k_cache))
+    launched = launch.Prepared(
+        _write, (-(-num_rows // parameters["BLOCK_ROWS"]),),
+        {
+            "k": k, "v": v, "slot_mapping": slot_mapping,
+            **cache_arguments(k_cache, v_cache, k_scale, v_scale), "num_rows": num_rows,
+            "k_token": k.stride(0), "k_head": k.stride(1), "v_token": v.stride(0), "v_head": v.stride(1),
+            "NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_D": launch.block_for(head_dim),
+            "ALIGN": launch.alignment(k, v), **launch.options(parameters, k.device),
+        },
+    )  # fmt: skip
+
+    def call(
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
+    ) -> None:
+        launched(k, v, slot_mapping, *cache_tensors(k_cache, v_cache, k_scale, v_scale))
+
+    return call
+
+
+@prepared_by(prepare)
 def write_kv_cache(
     k: Tensor,
     v: Tensor,
@@ -104,20 +151,9 @@ def write_kv_cache(
 
     `parameters` take the place of those of this GPU's table.
     """
-    num_tokens, num_heads, head_dim = k.shape
-    num_rows = num_tokens * num_heads
-    if num_rows == 0 or head_dim == 0 or k_cache.numel() == 0:
-        return
-    parameters = parameters or tuning.parameters("write_kv_cache", k.device, *launch_class(k, k_cache))
-    options = launch.options(parameters, k.device)
-    block_rows = parameters["BLOCK_ROWS"]
-    cache, forms = cache_arguments(k_cache, v_cache, k_scale, v_scale)
-    _write[-(-num_rows // block_rows),](
-        k, v, *cache[:4], slot_mapping, num_rows, *cache[4:6],
-        *k.stride()[:2], *v.stride()[:2], *cache[6:],
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=launch.block_for(head_dim),
-        ALIGN=launch.alignment(k, v), **forms, **options,
-    )  # fmt: skip
+    tensors = (k, v, k_cache, v_cache, slot_mapping)
+    call = prepare(*tensors, k_scale=k_scale, v_scale=v_scale, parameters=parameters)
+    call(*tensors, k_scale=k_scale, v_scale=v_scale)
 
 
 def launch_class(k: Tensor, k_cache: Tensor) -> tuple[str, Parameters]:
@@ -131,22 +167,36 @@ def launch_class(k: Tensor, k_cache: Tensor) -> tuple[str, Parameters]:
 
 def cache_arguments(
     k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | float | None, v_scale: Tensor | float | None
-) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """What a kernel that writes into the caches is told of them: positional arguments, and constants.
-
-    Positional: k_cache, v_cache, k_scale, v_scale; num_slots, block_size; then strides and scale numbers.
-    """
+) -> dict[str, Any]:
+    """What a kernel that writes into the caches is told of them."""
     num_blocks, block_size = k_cache.shape[:2]
     form = quantization.form_of(k_cache.dtype, k_cache.device)
     k_kind, k_scales, k_value, k_strides = quantization.scale_arguments(k_scale, form)
     v_kind, v_scales, v_value, v_strides = quantization.scale_arguments(v_scale, form)
     is_power = block_size & (block_size - 1) == 0
-    return (
-        quantization.as_stored(k_cache), quantization.as_stored(v_cache), k_scales, v_scales,
-        num_blocks * block_size, block_size,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], *k_strides, *v_strides, k_value, v_value,
-    ), {
-        "BLOCK_SIZE": block_size if is_power else 0,
-        "CACHE_ALIGN": launch.alignment(k_cache, v_cache),
+    arguments: dict[str, Any] = {
+        "k_cache": quantization.as_stored(k_cache), "v_cache": quantization.as_stored(v_cache),
+        "k_scale": k_scales, "v_scale": v_scales, "num_slots": num_blocks * block_size,
+        "block_size": block_size, "k_scale_value": k_value, "v_scale_value": v_value,
+        "BLOCK_SIZE": block_size if is_power else 0, "CACHE_ALIGN": launch.alignment(k_cache, v_cache),
         "FORM": form, "K_SCALE": k_kind, "V_SCALE": v_kind,
     }  # fmt: skip
+    strides = {
+        "k_cache": k_cache.stride(),
+        "v_cache": v_cache.stride(),
+        "k_scale": k_strides,
+        "v_scale": v_strides,
+    }
+    for name, of in strides.items():
+        arguments |= {f"{name}_block": of[0], f"{name}_slot": of[1], f"{name}_head": of[2]}
+    return arguments
+
+
+def cache_tensors(
+    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | float | None, v_scale: Tensor | float | None
+) -> list[Tensor]:
+    """The tensors among `cache_arguments`, in that order."""
+    if k_cache.dtype not in _QUANTISED:
+        return [k_cache, v_cache]
+    caches = [quantization.as_stored(k_cache), quantization.as_stored(v_cache)]
+    return caches + [scale for scale in (k_scale, v_scale) if isinstance(scale, Tensor)]

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any
 
 import torch
@@ -103,6 +104,70 @@ class Direct:
 
 
 _ONES = (1, 1, 1)
+
+
+class Prepared:
+    """A launch of which nothing but where its tensors begin changes from call to call.
+
+    Args:
+        kernel: what `direct` made; any other is launched as ever.
+        grid: of the launch.
+        arguments: all of the kernel's, options included. The tensors among them say what those will be like
+            with which the launch is called, in this order: of the same dtypes, on the same device. They are
+            not kept. Everything else is as it is here.
+
+    What the tensors specialise is then a matter of their addresses alone, modulo 16: these are the key, of
+    the compiled kernels that `Direct` found. The launcher is given addresses instead of tensors, which spares
+    it to ask each for its own, and to look it up in the driver.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+        first = next(iter(tensors.values()))
+        self._kernel = kernel
+        self._grid = grid
+        self._names = tuple(tensors)
+        self._rest = {name: x for name, x in arguments.items() if name not in tensors}
+        self._index = first.device.index or 0
+        self._is_direct = (
+            isinstance(kernel, Direct) and first.device.type != "xpu" and torch.version.hip is None
+        )
+        self._only = torch.cuda.device_count() < 2
+        self._made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        if self._is_direct:
+            # As the launcher wants them: in the order of the kernel's parameters, ours being addresses first.
+            given = (*tensors, *self._rest)
+            parameters = [parameter.name for parameter in kernel.kernel.params]
+            self._fixed = tuple(self._rest.values())
+            self._in_order = operator.itemgetter(*(given.index(name) for name in parameters))
+            self._launched_on = (*grid, *_ONES[len(grid) :])
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if not self._is_direct:
+            self._launch(tensors)
+            return
+        addresses = [x.data_ptr() for x in tensors]
+        key = tuple([address & 15 for address in addresses])
+        made = self._made.get(key)
+        active = driver.active
+        if made is None or self._kernel.is_watched() or not (self._only or self._is_current(active)):
+            made_now = self._launch(tensors)
+            if isinstance(made_now, CompiledKernel):
+                self._made[key] = (made_now.run, made_now.function, made_now.packed_metadata)
+            return
+        run, function, metadata = made
+        run(
+            *self._launched_on, active.get_current_stream(self._index), function, metadata, None, None, None,
+            *self._in_order((*addresses, *self._fixed)),
+        )  # fmt: skip
+
+    def _launch(self, tensors: tuple[Tensor, ...]) -> Any:
+        with room.on_device_of(tensors[0]):
+            given = dict(zip(self._names, tensors, strict=True))
+            return self._kernel[self._grid](**given, **self._rest)
+
+    def _is_current(self, active: Any) -> bool:
+        return bool(active.get_current_device() == self._index)
 
 
 @triton.jit

@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.known_calls import prepared_by
 from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
@@ -60,6 +63,52 @@ def supports(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
     return None
 
 
+def prepare(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    *,
+    parameters: Parameters | None = None,
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`rms_norm` for calls of this signature."""
+    rows = _rows(x)
+    added = rows if residual is None else _rows(residual)
+    if rows is None or added is None or added.shape != rows.shape:  # with gaps, not one grid of rows
+        return _of_copies(x, weight, eps, residual, parameters)
+    depth, inner = rows.shape[2], rows.shape[1]
+    num_rows = rows.shape[0] * inner
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    parameters = parameters or tuning.parameters("rms_norm", x.device, *launch_class(x, residual))
+    launched = launch.Prepared(
+        _norm, (-(-num_rows // parameters["BLOCK_ROWS"]),),
+        {
+            "x": x, "weight": weight, "out": out, "residual": x if residual is None else residual,
+            "new_residual": None if residual is None else out, "eps": float(eps),
+            "num_rows": num_rows, "inner": inner, "x_outer": rows.stride(0), "x_inner": rows.stride(1),
+            "residual_outer": added.stride(0), "residual_inner": added.stride(1),
+            "DEPTH": depth, "BLOCK_D": launch.block_for(depth), "HAS_RESIDUAL": residual is not None,
+            "IS_GRID": rows.shape[0] > 1, "ALIGN": launch.alignment(rows, added),
+            **launch.options(parameters, x.device),
+        },
+    )  # fmt: skip
+    is_empty = x.numel() == 0
+
+    def call(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if residual is None:
+            if not is_empty:
+                launched(x, weight, out, x)
+            return out, None
+        new_residual = torch.empty_like(out)
+        if not is_empty:
+            launched(x, weight, out, residual, new_residual)
+        return out, new_residual
+
+    return call
+
+
+@prepared_by(prepare)
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -72,38 +121,27 @@ def rms_norm(
 
     `parameters` take the place of those of this GPU's table.
     """
-    depth = x.shape[-1]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    new_residual = None if residual is None else torch.empty_like(out)
-    if x.numel() == 0:
-        return out, new_residual
-    x, inner = _rows(x)
-    added, added_inner = (x, inner) if residual is None else _rows(residual)
-    if added_inner != inner:  # laid out differently, and one of them with gaps
-        x, added = x.reshape(1, -1, depth), added.reshape(1, -1, depth)
-        inner = x.shape[1]
-    num_rows = x.shape[0] * inner
-    parameters = parameters or tuning.parameters("rms_norm", x.device, *launch_class(x, residual))
-    options = launch.options(parameters, x.device)
-    _norm[-(-num_rows // parameters["BLOCK_ROWS"]),](
-        x, weight, out, added, new_residual, float(eps),
-        num_rows, inner, *x.stride()[:2], *added.stride()[:2],
-        DEPTH=depth, BLOCK_D=launch.block_for(depth), HAS_RESIDUAL=residual is not None,
-        IS_GRID=x.shape[0] > 1, ALIGN=launch.alignment(x, added), **options,
-    )  # fmt: skip
-    return out, new_residual
+    return prepare(x, weight, eps, residual, parameters=parameters)(x, weight, eps, residual)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """x as (outer, inner, D), and inner: a view where the rows lie on a grid of two strides, else a copy."""
+def _of_copies(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, parameters: Parameters | None
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def contiguous(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.contiguous()
+
+    call = prepare(x.contiguous(), weight, eps, contiguous(residual), parameters=parameters)
+    return lambda x, weight, eps, residual: call(x.contiguous(), weight, eps, contiguous(residual))
+
+
+def _rows(x: Tensor) -> Tensor | None:
+    """x as (outer, inner, D), a view; None where its rows do not lie on a grid of two strides."""
     depth = x.shape[-1]
+    if x.is_contiguous():
+        return x.view(1, -1 if depth else 0, depth)
     if x.dim() == 2:
-        x = x[None]
-    elif x.is_contiguous():
-        x = x.view(1, -1, depth)
-    elif x.dim() != 3:
-        x = x.reshape(1, -1, depth)
-    return x, x.shape[1]
+        return x[None]
+    return x if x.dim() == 3 else None
 
 
 def launch_class(x: Tensor, residual: Tensor | None) -> tuple[str, Parameters]:

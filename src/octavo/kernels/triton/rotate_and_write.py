@@ -8,11 +8,15 @@ takes some heads of some tokens, either of the queries or of keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.known_calls import prepared_by
 from octavo.kernels.triton import kv_write, launch, quantization, tiles, tuning
 from octavo.kernels.triton.kv_write import place_of
 from octavo.kernels.triton.quantization import store
@@ -206,6 +210,81 @@ def supports(q_dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> s
     return kv_write.supports(q_dtype, cache_dtype)
 
 
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    interleaved: bool = False,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    parameters: Parameters | None = None,
+) -> Callable[..., Tensor]:
+    """`rotate_and_write_kv_cache` for calls of this signature."""
+    (num_tokens, num_heads, head_dim), dtype, device = q.shape, q.dtype, q.device
+    num_kv_heads = k.shape[1]
+    half = cos_sin_cache.shape[1] // 2
+    parameters = parameters or tuning.parameters(
+        "rotate_and_write_kv_cache", device, *launch_class(q, k, k_cache)
+    )
+    groups = -(-num_heads // parameters["BLOCK_H"]) + -(-num_kv_heads // parameters["BLOCK_KVH"])
+    programs = -(-num_tokens // parameters["BLOCK_T"]) * groups
+    shape = (num_tokens, num_heads, head_dim)
+    if programs == 0:
+        return lambda *_, **__: torch.empty(shape, dtype=dtype, device=device)
+    launched = launch.Prepared(
+        _rotate_and_write, (programs,),
+        {
+            "q": q, "k": k, "v": v, "q_out": torch.empty(shape, dtype=dtype, device=device),
+            "table": cos_sin_cache, "positions": positions, "slot_mapping": slot_mapping,
+            **kv_write.cache_arguments(k_cache, v_cache, k_scale, v_scale),
+            "q_weight": q_weight, "k_weight": k_weight, "eps": float(eps), "num_tokens": num_tokens,
+            "num_positions": cos_sin_cache.shape[0], "table_row": cos_sin_cache.stride(0),
+            "q_token": q.stride(0), "q_head": q.stride(1), "k_token": k.stride(0), "k_head": k.stride(1),
+            "v_token": v.stride(0), "v_head": v.stride(1),
+            "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim,
+            "BLOCK_D": launch.block_for(head_dim), "HALF": half, "BLOCK_R": launch.block_for(half),
+            "BLOCK_REST": launch.block_for(head_dim - 2 * half), "INTERLEAVED": interleaved,
+            "HAS_NORM": q_weight is not None, "ALIGN": launch.alignment(q, k, v),
+            "TABLE_ALIGN": launch.alignment(cos_sin_cache), **launch.options(parameters, device),
+        },
+    )  # fmt: skip
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin_cache: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 0.0,
+        interleaved: bool = False,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
+    ) -> Tensor:
+        q_out = torch.empty(shape, dtype=dtype, device=device)
+        caches = kv_write.cache_tensors(k_cache, v_cache, k_scale, v_scale)
+        weights = () if q_weight is None else (q_weight, k_weight)
+        launched(q, k, v, q_out, cos_sin_cache, positions, slot_mapping, *caches, *weights)
+        return q_out
+
+    return call
+
+
+@prepared_by(prepare)
 def rotate_and_write_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -228,30 +307,12 @@ def rotate_and_write_kv_cache(
 
     `parameters` take the place of those of this GPU's table.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    half = cos_sin_cache.shape[1] // 2
-    q_out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    parameters = parameters or tuning.parameters(
-        "rotate_and_write_kv_cache", q.device, *launch_class(q, k, k_cache)
-    )
-    options = launch.options(parameters, q.device)
-    groups = -(-num_heads // parameters["BLOCK_H"]) + -(-num_kv_heads // parameters["BLOCK_KVH"])
-    programs = -(-num_tokens // parameters["BLOCK_T"]) * groups
-    if programs == 0:
-        return q_out
-    cache, forms = kv_write.cache_arguments(k_cache, v_cache, k_scale, v_scale)
-    _rotate_and_write[programs,](
-        q, k, v, q_out, cos_sin_cache, positions, q_weight, k_weight, float(eps),
-        num_tokens, cos_sin_cache.shape[0], cos_sin_cache.stride(0),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], slot_mapping, *cache,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=launch.block_for(head_dim), HALF=half, BLOCK_R=launch.block_for(half),
-        BLOCK_REST=launch.block_for(head_dim - 2 * half), INTERLEAVED=interleaved,
-        HAS_NORM=q_weight is not None, ALIGN=launch.alignment(q, k, v),
-        TABLE_ALIGN=launch.alignment(cos_sin_cache), **forms, **options,
-    )  # fmt: skip
-    return q_out
+    tensors = (q, k, v, cos_sin_cache, positions, k_cache, v_cache, slot_mapping)
+    options: dict[str, Any] = {
+        "q_weight": q_weight, "k_weight": k_weight, "eps": eps, "interleaved": interleaved,
+        "k_scale": k_scale, "v_scale": v_scale,
+    }  # fmt: skip
+    return prepare(*tensors, **options, parameters=parameters)(*tensors, **options)
 
 
 def launch_class(q: Tensor, k: Tensor, k_cache: Tensor) -> tuple[str, Parameters]:

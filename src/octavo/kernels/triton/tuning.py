@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from octavo.kernels import known_calls
+
 logger = logging.getLogger("octavo")
 
 FOLDER = Path(__file__).parent / "tuned"
@@ -131,3 +133,4 @@ def forget() -> None:
     """Reads the tables anew at the next call: after one was written, or in a test that brings its own."""
     _decided.clear()
     _tables.clear()
+    known_calls.forget()
