@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.errors import KernelArgumentError
 from octavo.kernels import (
+    backend,
     flash_attn_varlen_func,
     known_calls,
     rms_norm,
@@ -50,6 +51,17 @@ def _norm(at: int, residual: bool, grid: bool) -> Made:
 
 def _silu(at: int) -> Made:
     return {"x": _new(at, 5, 256)}, silu_and_mul
+
+
+def _few_rows(at: int, norm: bool, gated: bool) -> Made:
+    given: dict[str, Any] = {
+        "x": _new(at, 2, 64),
+        "weight": _new(at, 32, 64),
+        "bias": None if norm else _new(0, 32),
+    }
+    given |= {"residual": _new(0, 2, 64) if norm else None, "norm_weight": _new(0, 64) if norm else None}
+    kernel = backend.select("few_rows_linear", "cuda", BF16)
+    return given, lambda **tensors: kernel(**tensors, eps=1e-6, is_gated=gated)
 
 
 def _caches(dtype: torch.dtype, scales: str, at: int) -> dict[str, Any]:
@@ -104,6 +116,9 @@ CASES: dict[str, Callable[[int], Made]] = {
     "norm grid": lambda at: _norm(at, False, True),
     "norm residual grid": lambda at: _norm(at, True, True),
     "silu": _silu,
+    "few rows": lambda at: _few_rows(at, False, False),
+    "few rows norm": lambda at: _few_rows(at, True, False),
+    "few rows gated": lambda at: _few_rows(at, True, True),
     "write": _write,
     "write int32": lambda at: _write(at, slots=torch.int32),
     "write fp8": lambda at: _write(at, FP8, "number"),

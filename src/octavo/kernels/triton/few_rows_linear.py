@@ -12,17 +12,22 @@ them, whatever the row count.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.known_calls import KnownCalls
 from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FEW_COLUMNS = 32768
-"""Columns up to which a program takes few of them, so that there are programs for a whole GPU."""
+FEW_COLUMNS = 2048
+"""Columns up to which a program takes one of them, so that there are programs for a whole GPU."""
+
+_known = KnownCalls()
 
 
 @triton.jit
@@ -34,6 +39,7 @@ def _weights(at, start, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
+@launch.direct
 @launch.direct
 @triton.jit(do_not_specialize=["width", "num_rows"])
 def _few_rows_linear(
@@ -114,26 +120,68 @@ def few_rows_linear(
     parameters: Parameters | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`(out, x + residual)`; see the reference. `parameters` take the place of those of this GPU's table."""
+    tensors = (x, weight, bias, residual, norm_weight)
+    call = _known.get(tensors, eps, is_gated) if parameters is None else None
+    if call is None:
+        call = _prepare(*tensors, eps, is_gated, parameters)
+        if parameters is None:
+            _known.keep(call, tensors, eps, is_gated)
+    made: tuple[Tensor, Tensor | None] = call(*tensors)
+    return made
+
+
+def _prepare(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    is_gated: bool,
+    parameters: Parameters | None,
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function for calls of this signature."""
     num_rows, depth = x.shape
     width = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    out = x.new_empty((num_rows, width))
-    new_residual = None if residual is None else torch.empty_like(x)
     parameters = parameters or tuning.parameters(
         "few_rows_linear", x.device, *launch_class(x, width, is_gated)
     )
-    _few_rows_linear[-(-width // parameters["BLOCK_N"]),](
-        x, weight, bias, residual, norm_weight, out, new_residual, width, num_rows, float(eps),
-        DEPTH=depth, ROWS=launch.block_for(num_rows), HAS_BIAS=bias is not None,
-        HAS_NORM=residual is not None, IS_GATED=is_gated, **launch.options(parameters, x.device),
+    launched = launch.Prepared(
+        _few_rows_linear, (-(-width // parameters["BLOCK_N"]),),
+        {
+            "x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": norm_weight,
+            "out": x.new_empty((num_rows, width)),
+            "new_residual": None if residual is None else torch.empty_like(x),
+            "width": width, "num_rows": num_rows, "eps": float(eps), "DEPTH": depth,
+            "ROWS": launch.block_for(num_rows), "HAS_BIAS": bias is not None,
+            "HAS_NORM": residual is not None, "IS_GATED": is_gated,
+            **launch.options(parameters, x.device),
+        },
     )  # fmt: skip
-    return out, new_residual
+
+    def call(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        out = x.new_empty((num_rows, width))
+        new_residual = None if residual is None else torch.empty_like(x)
+        tensors = (x, weight, bias, residual, norm_weight, out, new_residual)
+        launched(*[one for one in tensors if one is not None])
+        return out, new_residual
+
+    return call
 
 
 def launch_class(x: Tensor, width: int, is_gated: bool) -> tuple[str, Parameters]:
     """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
     rows, depth = launch.block_for(x.shape[0]), x.shape[1]
-    size = "few" if width < FEW_COLUMNS else "many"
+    size = "few" if width <= FEW_COLUMNS else "many"
     key = f"M{rows} K{depth} {size} columns {x.element_size()} bytes{' gated' if is_gated else ''}"
-    block_n = 16 if size == "many" else 2 if is_gated and rows > 1 else 4
-    block_k = min(launch.block_for(depth), max(128, 2048 // x.element_size() // rows))
-    return key, {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4, "PDL": 1}
+    # Enough programs for a GPU, and enough of the weight under way in each.
+    block_n = 1 if size == "few" else 2 if is_gated else 4
+    block_k = max(128, (1024 if size == "many" and not is_gated else 2048) * 2 // x.element_size() // rows)
+    block_k = min(launch.block_for(depth), block_k)
+    return key, {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4 if depth > 1024 else 2, "PDL": 1}

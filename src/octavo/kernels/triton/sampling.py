@@ -77,6 +77,7 @@ def _group_mass(x, highest, scale):
     return tl.sum(units, axis=1)
 
 
+@launch.direct
 @triton.jit(
     do_not_specialize=["num_tiles", "num_units", "num_programs"],
     do_not_specialize_on_alignment=["temperatures"],
@@ -246,6 +247,7 @@ def _gather(
     return num_found
 
 
+@launch.direct
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=OPTIONS)
 def _choose(
     logits,

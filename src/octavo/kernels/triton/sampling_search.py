@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.launch import begin
+from octavo.kernels.triton.launch import begin, direct
 from octavo.kernels.triton.sampling_list import kth_key, mass_key
 from octavo.kernels.triton.sampling_parts import (
     COUNT,
@@ -186,6 +186,7 @@ def _draw(
     return token
 
 
+@direct
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=OPTIONS)
 def search(
     logits,

@@ -131,12 +131,13 @@ def _few_rows(case: Case, parameters: Parameters) -> Sequence[Call]:
     rows, (width, depth, gated), device = case["rows"], case["product"], case["device"]
     x = torch.randn(rows, depth, dtype=_BF16, device=device)
     num_rows = 2 * width if gated else width
-    norm = (x, torch.ones(depth, dtype=_BF16, device=device)) if gated else (None, None)
+    residual = x if gated else None
+    norm_weight = torch.ones(depth, dtype=_BF16, device=device) if gated else None
 
     def build() -> Call:
         weight = torch.randn(num_rows, depth, dtype=_BF16, device=device)
         return lambda: few_rows_linear.few_rows_linear(
-            x, weight, None, *norm, 1e-6, gated, parameters=parameters
+            x, weight, None, residual, norm_weight, 1e-6, gated, parameters=parameters
         )
 
     return _sets(2 * num_rows * depth, build)
