@@ -258,23 +258,26 @@ def test_a_row_is_drawn_with_what_the_sampler_would_draw_it_with() -> None:
         assert row.has_filters == (alone["top_k"] is not None)
 
 
-def test_the_largest_graph_is_made_first_and_the_others_when_they_are_needed(
+def test_every_graph_is_made_before_requests_come_the_largest_first(
     loaded: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="octavo")
-    engine = engine_for(loaded, Replaying())
+    num_captures = 0
 
-    def captured() -> list[str]:
-        messages = [record.getMessage().partition(" in ")[0] for record in caplog.records]
-        return [m.removeprefix("captured the decode step of ") for m in messages if m.startswith("captured")]
+    class Counting(Replaying):
+        def __call__(self, step: Callable[[], torch.Tensor]) -> Any:
+            nonlocal num_captures
+            num_captures += 1
+            return super().__call__(step)
 
-    assert captured() == ["6 rows with filters"]
-    outputs(engine, requests_for(engine, [{}]))
-    assert captured()[1:] == ["1 rows"]
-    outputs(engine, requests_for(engine, [{"max_tokens": 5}] * 3))
-    assert captured()[2:] == ["4 rows"]
-    outputs(engine, requests_for(engine, [{"max_tokens": 5}] * 4))
-    assert len(captured()) == 3
+    engine = engine_for(loaded, Counting())
+    graphs = engine.runner._graphs
+    assert graphs is not None
+    assert list(graphs._graphs) == [(rows, filters) for rows in (6, 4, 2, 1) for filters in (True, False)]
+    assert any(record.getMessage().startswith("8 graphs of decode steps") for record in caplog.records)
+    for num_requests, options in ((1, {}), (3, {"max_tokens": 5}), (6, {"temperature": 1.0, "top_k": 3})):
+        outputs(engine, requests_for(engine, [options] * num_requests))
+    assert num_captures == 8
 
 
 def test_bad_logits_end_their_row_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_the_tokens_are_those_of_the_cpu(compiler: GrammarCompiler, every: bool)
                     seq.grammar.accept(token_id)
 
 
-def test_a_step_waits_for_the_device_once(compiler: GrammarCompiler) -> None:
+def test_a_step_waits_for_nothing_but_its_tokens(compiler: GrammarCompiler) -> None:
     sampler = Sampler(VOCAB_SIZE)
     rows = sequences(compiler, every=False)
     logits = torch.randn(len(rows), VOCAB_SIZE, device="cuda")
@@ -79,4 +79,4 @@ def test_a_step_waits_for_the_device_once(compiler: GrammarCompiler) -> None:
         places = [
             f"{Path(one.filename).name}:{one.lineno}" for one in waits if "synchronizing" in str(one.message)
         ]
-        assert len(places) == 1, places
+        assert places == []  # the one wait is for an event, which torch does not count

@@ -47,7 +47,7 @@ def test_greedy_tokens_log_probabilities_and_errors_are_those_of_the_cpu() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_step_waits_for_the_device_once(dtype: torch.dtype) -> None:
+def test_a_step_waits_for_nothing_but_its_tokens(dtype: torch.dtype) -> None:
     """Penalties, masks, draws and log probabilities included; a new batch, and the same one a step later."""
     sampler = Sampler(32_000)
     logits = torch.randn(len(OPTIONS + DRAWN), 32_000, device="cuda").to(dtype)
@@ -64,7 +64,7 @@ def test_a_step_waits_for_the_device_once(dtype: torch.dtype) -> None:
         places = [
             f"{Path(one.filename).name}:{one.lineno}" for one in waits if "synchronizing" in str(one.message)
         ]
-        assert len(places) == 1, places
+        assert places == []  # the one wait is for an event, which torch does not count
         assert output.errors == {}
         for seq, token in zip(sequences, output.token_ids, strict=True):
             seq.token_ids.append(token)

@@ -169,8 +169,13 @@ class DecodeGraphs:
         self._seq_ids = []
 
     def prepare(self) -> None:
-        """Capture the largest bucket, before requests come: the others need no more memory."""
-        self._graph(self.bucket_sizes[-1], with_filters=True)
+        """Capture every graph, before requests come: the largest first, whose memory the others share."""
+        began = time.perf_counter()
+        for bucket in reversed(self.bucket_sizes):
+            for with_filters in (True, False):
+                self._graph(bucket, with_filters)
+        seconds = time.perf_counter() - began
+        logger.info("%d graphs of decode steps captured in %.1f s", len(self._graphs), seconds)
 
     def launch(self, plan: Schedule) -> PendingSample | None:
         """Launch a decode step of plain rows; None when `plan` is another kind, or no graph can be had.
@@ -260,7 +265,6 @@ class DecodeGraphs:
         found = self._graphs.get((bucket, with_filters))
         if found is not None or self._is_broken:
             return found
-        began = time.perf_counter()
         # Capturing may run the step: on rows of nobody.
         self._state[_ROWS] = self._num_rows
         self._state[_POSITIONS] = 0
@@ -275,10 +279,6 @@ class DecodeGraphs:
             )  # fmt: skip
             return None
         self._graphs[bucket, with_filters] = found
-        logger.info(
-            "captured the decode step of %d rows%s in %.2f s",
-            bucket, " with filters" if with_filters else "", time.perf_counter() - began,
-        )  # fmt: skip
         return found
 
     def _step(self, bucket: int, with_filters: bool) -> Tensor:

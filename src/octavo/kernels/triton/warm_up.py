@@ -347,26 +347,32 @@ def _products(model: ModelShape) -> Iterator[Job]:
 
     if model.hidden_size is None or model.batch_invariant:
         return
-    most = min(FEW_ROWS, model.max_num_seqs, model.max_num_batched_tokens)
-    for rows in _powers(most):
-        product = functools.partial(_product, model, rows)
-        yield functools.partial(product, model.hidden_size)
-        yield functools.partial(product, model.hidden_size, has_norm=True)
-        yield functools.partial(product, model.num_heads * model.head_dim)
-        if model.intermediate_size is not None:
-            yield functools.partial(product, model.hidden_size, has_norm=True, gated=True)
-            yield functools.partial(product, model.intermediate_size)
-        if model.vocab_size is not None and model.vocab_size >= FEW_COLUMNS:
-            yield functools.partial(product, model.hidden_size, width=FEW_COLUMNS)
+    hidden, attended = model.hidden_size, model.num_heads * model.head_dim
+    fused = attended + 2 * model.num_kv_heads * model.head_dim
+    kinds: dict[tuple[int, int, bool, bool], None] = {}  # width, depth, norm, gate
+
+    def add(width: int, depth: int, *, has_norm: bool = False, gated: bool = False) -> None:
+        kinds[min(width, FEW_COLUMNS + 1), depth, has_norm, gated] = None
+
+    add(fused, hidden)
+    add(fused, hidden, has_norm=True)
+    add(hidden, attended)
+    if model.intermediate_size is not None:
+        add(model.intermediate_size, hidden, has_norm=True, gated=True)
+        add(hidden, model.intermediate_size)
+    if model.vocab_size is not None:
+        add(model.vocab_size, hidden)
+    for rows in _powers(min(FEW_ROWS, model.max_num_seqs, model.max_num_batched_tokens)):
+        for kind in kinds:
+            yield functools.partial(_product, model, rows, *kind)
 
 
-def _product(
-    model: ModelShape, rows: int, depth: int, *, width: int = 64, has_norm: bool = False, gated: bool = False
-) -> None:
+def _product(model: ModelShape, rows: int, width: int, depth: int, has_norm: bool, gated: bool) -> None:
     from octavo.kernels import linear, norm_linear, pack_weight
 
+    num_rows = 2 * width if gated else width
     x = torch.zeros((rows, depth), dtype=model.dtype, device=model.device)
-    weight = pack_weight(torch.zeros((width, depth), dtype=model.dtype, device=model.device), "dense")
+    weight = pack_weight(torch.zeros((num_rows, depth), dtype=model.dtype, device=model.device), "dense")
     if has_norm:
         norm_linear(x, x, torch.ones_like(x[0]), 1e-6, weight, gated=gated)
     else:
