@@ -2,10 +2,11 @@
 
 python bench/serve_front.py                  256 streams, a token each every 100 ms
 
-Each token's text is the time at which the scripted engine made it. The load generator's own share is measured
-in turn, against a server that writes such pieces itself and does nothing else; what the front adds is the
-rest. `together`: all streams get their token at one moment, as an engine's step gives them; the last of them
-waits for all the others to be written. `apart`: their moments are spread over the interval.
+Each token's text is the time at which the scripted engine made it; all tokens of an event that holds several
+are counted, each from its own time. The load generator's own share is measured in turn, against a server that
+writes such pieces itself and does nothing else; what the front adds is the rest. `together`: all streams get
+their token at one moment, as an engine's step gives them; the last of them waits for all the others to be
+written. `apart`: their moments are spread over the interval.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_ADDED_MS = 5.0
 
 
 def delays(url: str, options: argparse.Namespace) -> Spread:
-    """How long pieces were on their way, while all streams ran and had settled."""
+    """How long tokens were on their way, while all streams ran and had settled."""
     mix = Mix(
         Lengths.parse("--input-len", "32"),
         Lengths.parse("output", str(options.num_tokens)),
@@ -48,12 +49,14 @@ def delays(url: str, options: argparse.Namespace) -> Spread:
     failed = [answer for answer in load.answers if answer.error]
     if failed:
         raise SystemExit(f"{len(failed)} calls failed, such as {failed[0].error}: {failed[0].detail}")
+    if any(len(answer.stamps_s) != options.num_tokens for answer in load.answers):
+        raise SystemExit("not every token came with its time")
     begun_s = max(answer.text_s[0] for answer in load.answers) + options.settle
     ended_s = min(answer.text_s[-1] for answer in load.answers)
     spread = Spread.of(
         delay
         for answer in load.answers
-        for at_s, delay in zip(answer.text_s, answer.stamps_s, strict=True)
+        for at_s, delay in zip(answer.stamped_s, answer.stamps_s, strict=True)
         if begun_s < at_s < ended_s
     )
     assert spread is not None, "the streams never all ran at once; raise --num-tokens"

@@ -393,6 +393,14 @@ def test_the_null_server_shows_what_the_generator_adds(is_chat):
     assert summary.itl.p50 == pytest.approx(0.02, abs=0.01)
 
 
+def test_every_token_of_a_joined_piece_has_its_own_delay():
+    now = time.perf_counter()
+    text = f"{now - 3:.7f} {now - 2:.7f} {now - 1:.7f} "
+    answer = only_answer(stub.answer(text), reads_stamps=True)
+    assert [round(delay) for delay in answer.stamps_s] == [3, 2, 1]
+    assert list(answer.stamped_s) == [answer.text_s[0]] * 3
+
+
 def test_it_loads_no_torch():
     code = (
         "import sys, octavo.bench.serve_null, octavo.bench.serve_report, octavo.cli.bench_serve\n"

@@ -42,6 +42,16 @@ def test_the_cost_of_http(folder, tmp_path):
     assert "warm-up: offline" in done.stdout
 
 
+def test_what_the_front_passes_on(folder, tmp_path):
+    options = ("--streams", "8", "--num-tokens", "300", "--rounds", "1", "--model", folder)
+    done, rows = run("serve_flood.py", tmp_path / "r.json", *options)
+    assert done.returncode == 0
+    assert rows["through the front"]["value"] > 0
+    # A front that is behind joins; at the least its chunk with a role and the one at the end are no tokens.
+    assert rows["tokens an event"]["value"] > 1
+    assert rows["a token, the front's processor time"]["value"] > 0
+
+
 def test_what_the_front_adds(folder, tmp_path):
     options = (
         "--streams",

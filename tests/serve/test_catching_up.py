@@ -24,6 +24,7 @@ from helpers.serve import (
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from octavo.sampling_params import SamplingParams
 from octavo.serve.channel import EngineChannel, FrontChannel
+from octavo.serve.engine_process import _is_token
 from octavo.serve.messages import Accepted, Died, Item, News, Observed, Refused, Submit
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -59,12 +60,17 @@ class Told:
 
 
 def steps(*told: Told) -> list[News]:
-    """The steps in which all these requests ran together."""
-    most = max(len(one.items) for one in told)
-    return [
-        News([one.items[at] for one in told if at < len(one.items)], STATS, 0.001, len(told))
-        for at in range(most)
-    ]
+    """The steps in which all these requests ran together; lone tokens in columns, as the engine has them."""
+    news = [News([], STATS, 0.001, len(told)) for _ in range(max(len(one.items) for one in told))]
+    for one in told:
+        for step, item in zip(news, one.items, strict=False):
+            if item.output is None and len(item.chunks) == 1 and _is_token(item.chunks[0]):
+                step.tokens.request_ids.append(item.request_id)
+                step.tokens.texts.append(item.chunks[0].text)
+                step.tokens.token_ids.append(item.chunks[0].token_ids[0])
+            else:
+                step.items.append(item)
+    return news
 
 
 def ask_at_once(

@@ -4,6 +4,8 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from helpers.core import answer, letters, make_engine
@@ -25,6 +27,7 @@ from octavo.serve.messages import (
     Refused,
     Stop,
     Submit,
+    Tokens,
     Watch,
     decode,
     encode,
@@ -87,13 +90,19 @@ def front():
 
 
 def items(messages, request_id):
+    """What was told of a request, lone tokens too."""
     return [
         item
         for message in messages
         if isinstance(message, News)
-        for item in message.items
+        for item in [*message.items, *lone_tokens(message.tokens)]
         if item.request_id == request_id
     ]
+
+
+def lone_tokens(tokens):
+    columns = zip(tokens.request_ids, tokens.texts, tokens.token_ids, strict=True)
+    return [Item(id_, [StreamChunk(0, text, [token_id])], None) for id_, text, token_id in columns]
 
 
 def test_a_streamed_request_comes_back_piece_by_piece_in_one_message_a_step(front):
@@ -109,6 +118,7 @@ def test_a_streamed_request_comes_back_piece_by_piece_in_one_message_a_step(fron
     assert mine[-1].output.prompt_token_ids == []
     assert [message.started for message in seen[1:]] == [("a",), (), (), ()]
     assert [message.num_tokens for message in seen[1:]] == [4, 1, 1, 1]
+    assert [len(message.tokens.texts) for message in seen[1:]] == [1, 1, 1, 0], "the last one ends it"
     assert seen[-1].stats.num_owned_blocks == 0
 
 
@@ -128,8 +138,8 @@ def test_a_request_that_is_not_streamed_is_told_of_once(front):
     front.thread.start()
     front.send(Submit("a", [1, 2, 3], SamplingParams(max_tokens=4, seed=9)))
     seen = front.until("a")
-    with_news = [item for item in items(seen, "a") if item.chunks or item.output]
-    assert [(item.chunks, item.output.token_ids) for item in with_news] == [([], answer([1, 2, 3], 4, 9))]
+    told = [(item.chunks, item.output.token_ids) for item in items(seen, "a")]
+    assert told == [([], answer([1, 2, 3], 4, 9))]
     assert len(seen) == 5, "accepted, and one message for each of four steps"
 
 
@@ -237,6 +247,31 @@ def test_who_asks_again_and_again_is_told_no_more_often(front, monkeypatch):
         assert 1 <= num_told <= (3 if is_slow else num_periods + 2)
 
 
+@pytest.mark.parametrize(
+    ("chunk", "is_token"),
+    [
+        (StreamChunk(0, "x", [3]), True),
+        (StreamChunk(0, "", [3]), True),
+        (StreamChunk(0, "x", []), False),
+        (StreamChunk(0, "x", [3, 4]), False),
+        (StreamChunk(1, "x", [3]), False),
+        (StreamChunk(0, "x", [3], "stop"), False),
+        (StreamChunk(0, "x", [3], logprobs=[{3: Logprob(-0.5, 1)}]), False),
+    ],
+)
+def test_only_a_token_and_nothing_else_is_told_in_columns(front, chunk, is_token):
+    def request(name, *chunks):
+        return SimpleNamespace(request_id=name, chunks=list(chunks), output=None, stream=True)
+
+    requests = [request("a", chunk), request("both", StreamChunk(0, "y", [1]), chunk), request("none")]
+    EngineLoop(make_engine(), front.channel)._tell(requests, 0.001)
+    news = front.receive()
+    told = {item.request_id: item.chunks for item in news.items}
+    assert (news.tokens == Tokens(["a"], [chunk.text], chunk.token_ids)) is is_token
+    assert told == ({} if is_token else {"a": [chunk]}) | {"both": [StreamChunk(0, "y", [1]), chunk]}
+    assert [one.chunks for one in requests] == [[], [], []]
+
+
 def test_the_loop_ends_when_the_front_has_gone():
     ours, theirs = socket.socketpair()
     loop = EngineLoop(make_engine(), EngineChannel(theirs))
@@ -258,6 +293,8 @@ def test_news_survive_the_wire():
     news = News([Item("a", [chunk, StreamChunk(0, "")], whole_output())], STATS, 0.25, 17, ("a", "b"))
     assert decode(encode(news)) == news
     assert decode(encode(Abort("a"))) == Abort("a")
+    tokens = Tokens(["a", "b"], ["", "x"], [7, 8])
+    assert decode(encode(replace(news, tokens=tokens))) == replace(news, tokens=tokens) != news
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5), st.integers(1, 30))

@@ -73,13 +73,15 @@ class Answer:
     """What became of one call. Times are seconds after the run's start; `text_s` of each piece of text.
 
     `error` is a short kind, empty when all went well; `is_dropped`: we hung up, as planned. Token counts are
-    the server's own (`usage`), None where it gave none. `stamps_s`: delays of stamped pieces.
+    the server's own (`usage`), None where it gave none. `stamped_s` of each stamped token, of which a piece
+    may hold several, and in `stamps_s` their delays.
     """
 
     due_s: float
     sent_s: float = 0.0
     end_s: float = 0.0
     text_s: array[float] = field(default_factory=lambda: array("d"))
+    stamped_s: array[float] = field(default_factory=lambda: array("d"))
     stamps_s: array[float] = field(default_factory=lambda: array("d"))
     asked_tokens: int = 0
     num_prompt_tokens: int | None = None
@@ -215,7 +217,9 @@ class _Exchange:
                 continue
             answer.text_s.append(now - self._started)
             if self._target.reads_stamps:
-                answer.stamps_s.append(now - float(text.split()[-1]))
+                for stamp in text.split():
+                    answer.stamped_s.append(now - self._started)
+                    answer.stamps_s.append(now - float(stamp))
             if self._drop_after is not None and len(answer.text_s) >= self._drop_after:
                 answer.is_dropped = True
                 self._hang_up()

@@ -390,8 +390,17 @@ class AsyncEngine:
             if (generation := self._generations.get(request_id)) is not None:
                 self._leave_queue(generation)
                 self._wait_s = self._heard_s - generation.submitted_s
+        generations = self._generations
+        tokens = news.tokens
+        for request_id, text, token_id in zip(
+            tokens.request_ids, tokens.texts, tokens.token_ids, strict=True
+        ):
+            generation = generations.get(request_id)
+            if generation is not None and generation.error is None:
+                generation.put_token(text, token_id)
+                has_tokens[generation] = True
         for item in news.items:
-            generation = self._generations.get(item.request_id)
+            generation = generations.get(item.request_id)
             if generation is None:
                 continue
             if (kept := self._logprobs.get(item.request_id)) is not None:
@@ -399,7 +408,7 @@ class AsyncEngine:
             if item.output is not None:
                 item.output.prompt = generation.prompt
                 item.output.prompt_token_ids = list(generation.prompt_token_ids)
-                del self._generations[item.request_id]
+                del generations[item.request_id]
                 ended.append(item.output)
                 self._end(generation)
             # One that was aborted or timed out here tells its reader nothing more, but its end is counted.

@@ -39,6 +39,7 @@ from octavo.serve.messages import (
     Stop,
     Submit,
     ToEngine,
+    Tokens,
     Watch,
 )
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from octavo.engine.grammar import Grammar
     from octavo.engine.request import Request
     from octavo.engine.stats import EngineStats
+    from octavo.outputs import StreamChunk
     from octavo.serve.process import Build
 
 logger = logging.getLogger("octavo.serve")
@@ -262,17 +264,25 @@ class EngineLoop:
 
     def _tell(self, changed: list[Request], step_s: float) -> None:
         items = []
+        tokens = Tokens()
         for request in changed:
+            output = request.output
+            if len(request.chunks) == 1 and output is None and _is_token(chunk := request.chunks[0]):
+                request.chunks.clear()
+                tokens.request_ids.append(request.request_id)
+                tokens.texts.append(chunk.text)
+                tokens.token_ids.append(chunk.token_ids[0])
+                continue
             chunks = list(request.chunks)
             request.chunks.clear()
-            output = request.output
             if output is not None:
                 self._unstarted.pop(request.request_id, None)
                 output.prompt_token_ids = []  # the front has them
                 if request.stream:
                     for one in output.outputs:
                         one.logprobs = None  # the pieces held them
-            items.append(Item(request.request_id, chunks, output))
+            if chunks or output is not None:
+                items.append(Item(request.request_id, chunks, output))
         started = tuple(
             request_id
             for request_id, request in self._unstarted.items()
@@ -281,17 +291,22 @@ class EngineLoop:
         for request_id in started:
             del self._unstarted[request_id]
         before = self._num_tokens
-        stats = self._send_news(items, step_s, started)
+        stats = self._send_news(items, step_s, started, tokens)
         if self._observer.is_on:
             self._observer.note_step(stats, step_s, self._num_tokens - before)
             self._is_observation_due = True
 
     def _send_news(
-        self, items: list[Item], step_s: float = 0.0, started: tuple[str, ...] = ()
+        self,
+        items: list[Item],
+        step_s: float = 0.0,
+        started: tuple[str, ...] = (),
+        tokens: Tokens | None = None,
     ) -> EngineStats:
         stats = self._engine.stats()
         before, self._num_tokens = self._num_tokens, stats.num_prompt_tokens + stats.num_output_tokens
-        self._channel.send(News(items, stats, step_s, self._num_tokens - before, started))
+        num_new = self._num_tokens - before
+        self._channel.send(News(items, stats, step_s, num_new, started, tokens or Tokens()))
         self._told_s = time.perf_counter()
         return stats
 
@@ -307,6 +322,16 @@ class EngineLoop:
         self._is_full_due = self._is_observation_due = False
         took_s = time.perf_counter() - now
         self._next_observed_s = now + max(OBSERVED_PERIOD_S, took_s / OBSERVED_SHARE)
+
+
+def _is_token(chunk: StreamChunk) -> bool:
+    """Whether `Tokens` can hold it."""
+    return (
+        chunk.finish_reason is None
+        and chunk.index == 0
+        and chunk.logprobs is None
+        and len(chunk.token_ids) == 1
+    )
 
 
 def freeze_what_is_loaded() -> None:

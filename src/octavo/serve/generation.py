@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Final, Self
 
 from octavo.errors import EngineError
-from octavo.outputs import RequestOutput, StreamChunk
+from octavo.outputs import FinishReason, Logprob, RequestOutput, StreamChunk
 
-_MAX_PIECES: Final = 16
-"""Pieces kept apart for a reader that lags; what comes on top is joined to one."""
+_MAX_TEXTS: Final = 64
+"""Texts kept apart for a reader that lags; what comes on top is joined to one."""
 
 
 class Generation:
@@ -49,7 +49,7 @@ class Generation:
         self.on_news: Callable[[], None] | None = None
         """Called at once when there is something to `take` or it is over, in place of waking who iterates."""
         self._on_abort = on_abort
-        self._pending: dict[int, list[StreamChunk]] = {}
+        self._pending: dict[int, _Piece] = {}
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -72,7 +72,7 @@ class Generation:
 
     def take(self) -> list[StreamChunk]:
         """What has come and was not read yet: at most one piece of each continuation, without `output`."""
-        chunks = [_joined(pieces) for pieces in self._pending.values()]
+        chunks = [piece.chunk(index) for index, piece in self._pending.items()]
         self._pending.clear()
         return chunks
 
@@ -91,7 +91,7 @@ class Generation:
                 raise StopAsyncIteration
             await self._news()
         index = next(iter(self._pending))
-        chunk = _joined(self._pending.pop(index))
+        chunk = self._pending.pop(index).chunk(index)
         if self.output is not None and not self._pending:
             return replace(chunk, output=self.output)
         return chunk
@@ -109,15 +109,23 @@ class Generation:
     def put(self, chunks: list[StreamChunk], output: RequestOutput | None) -> None:
         """What a step brought; `wake` tells the reader."""
         for chunk in chunks:
-            pieces = self._pending.get(chunk.index)
-            if pieces is None:
-                self._pending[chunk.index] = [chunk]
-                continue
-            pieces.append(chunk)
-            if len(pieces) > _MAX_PIECES:
-                pieces[:] = [_joined(pieces)]
+            piece = self._pending.get(chunk.index)
+            if piece is None:
+                piece = self._pending[chunk.index] = _Piece()
+            piece.add(chunk)
         if output is not None:
             self.output = output
+
+    def put_token(self, text: str, token_id: int) -> None:
+        """`put` of one more token of the first continuation."""
+        piece = self._pending.get(0)
+        if piece is None:
+            piece = self._pending[0] = _Piece()
+        texts = piece.texts
+        texts.append(text)
+        if len(texts) > _MAX_TEXTS:
+            piece.texts = ["".join(texts)]
+        piece.token_ids.append(token_id)
 
     def accept(self) -> None:
         self.is_accepted = True
@@ -155,18 +163,36 @@ def aborted(request_id: str) -> EngineError:
     return EngineError(f"request {request_id} was aborted")
 
 
-def _joined(pieces: list[StreamChunk]) -> StreamChunk:
-    """Several pieces of one continuation as one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    last = pieces[-1]
-    logprobs = [entry for piece in pieces for entry in piece.logprobs or ()]
-    return StreamChunk(
-        last.index,
-        "".join(piece.text for piece in pieces),
-        [token_id for piece in pieces for token_id in piece.token_ids],
-        last.finish_reason,
-        last.stop_reason,
-        logprobs or None,
-        error=last.error,
-    )
+class _Piece:
+    """What has come of one continuation and was not read yet."""
+
+    __slots__ = ("ended", "logprobs", "texts", "token_ids")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] | None = None
+        self.ended: tuple[FinishReason | None, str | int | None, str | None] = (None, None, None)
+
+    def add(self, chunk: StreamChunk) -> None:
+        self.texts.append(chunk.text)
+        if len(self.texts) > _MAX_TEXTS:
+            self.texts = ["".join(self.texts)]
+        self.token_ids += chunk.token_ids
+        if chunk.logprobs:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += chunk.logprobs
+        self.ended = chunk.finish_reason, chunk.stop_reason, chunk.error
+
+    def chunk(self, index: int) -> StreamChunk:
+        finish_reason, stop_reason, error = self.ended
+        return StreamChunk(
+            index,
+            "".join(self.texts),
+            self.token_ids,
+            finish_reason,
+            stop_reason,
+            self.logprobs,
+            error=error,
+        )

@@ -124,11 +124,23 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """One more token of each of these streams, of its first continuation: its text (which may be empty) and
+    id. In columns, as that is nearly all there is to tell, and an object for each would cost more than all
+    the rest of it.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class News:
     """Everything one step brought; also sent without a step after an abort (then `num_tokens` is 0).
 
-    `started`: requests that left the queue for the first time. `step_s`: wall time of the step. `num_tokens`:
-    tokens it computed, prompt and output together.
+    A request is in `items` or `tokens` or neither. `started`: requests that left the queue for the first
+    time. `step_s`: wall time of the step. `num_tokens`: tokens it computed, prompt and output together.
     """
 
     items: list[Item]
@@ -136,6 +148,7 @@ class News:
     step_s: float
     num_tokens: int
     started: tuple[str, ...] = ()
+    tokens: Tokens = field(default_factory=Tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +173,16 @@ ToFront = Stage | Ready | Accepted | Refused | News | Observed | Died
 
 def encode(message: ToEngine | ToFront) -> bytes:
     """The message as bytes, for `decode` at the other end; both ends are this program."""
-    # Pickle calls Python code for every slotted dataclass and none for tuples, and there is one piece per
-    # running request and step.
+    # Pickle calls Python code for every slotted dataclass and none for tuples and lists, and there is one
+    # piece per running request and step.
     if isinstance(message, News):
         items = [
             (item.request_id, [_packed(chunk) for chunk in item.chunks], *_packed_output(item.output))
             for item in message.items
         ]
-        fields = (items, message.stats, message.step_s, message.num_tokens, message.started)
+        tokens = message.tokens
+        columns = (tokens.request_ids, tokens.texts, tokens.token_ids)
+        fields = (items, columns, message.stats, message.step_s, message.num_tokens, message.started)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
@@ -177,14 +192,12 @@ def decode(data: bytes | bytearray) -> Any:
     message = pickle.loads(data)
     if not isinstance(message, tuple):
         return message
-    items, *rest = message
-    return News(
-        [
-            Item(id_, [_unpacked(chunk) for chunk in chunks], _unpacked_output(output, prompt_logprobs))
-            for id_, chunks, output, prompt_logprobs in items
-        ],
-        *rest,
-    )
+    packed, columns, stats, step_s, num_tokens, started = message
+    items = [
+        Item(id_, [_unpacked(chunk) for chunk in chunks], _unpacked_output(output, prompt_logprobs))
+        for id_, chunks, output, prompt_logprobs in packed
+    ]
+    return News(items, stats, step_s, num_tokens, started, Tokens(*columns))
 
 
 def _packed(chunk: StreamChunk) -> tuple[Any, ...]:
