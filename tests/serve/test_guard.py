@@ -474,6 +474,17 @@ def test_one_line_tells_of_a_request_and_nothing_of_its_content(lines):
     assert "first-key" not in everything
 
 
+@pytest.mark.parametrize("cors_origins", [(), ("*",)], ids=["bare", "cors"])
+def test_every_byte_of_a_stream_is_counted(lines, cors_origins):
+    stream = complete(json={**BODY, "stream": True})
+    (answer,) = asked(ServeSettings(cors_origins=cors_origins), stream, script=Answer(["a", "b", "c"]))
+    assert answer.text.count("data: ") == 4
+    (line,) = [line for line, _ in lines if line["message"] == "request"]
+    assert line["response_bytes"] == len(answer.content)
+    assert 0 < line["first_byte_s"] <= line["duration_s"]
+    assert "incomplete" not in line
+
+
 def test_a_path_cannot_forge_a_line(lines):
     asked(ServeSettings(), ("GET", "/x%0Astatus=200 level=info%1b[31m", {}), ("GET", "/" + "y" * 5000, {}))
     (line, text), (long, _) = [pair for pair in lines if pair[0]["message"] == "request"]

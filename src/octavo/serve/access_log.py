@@ -140,17 +140,20 @@ class RequestLog:
 
         def send_on(message: Message) -> Awaitable[None]:  # called for every piece: no coroutine of its own
             nonlocal status, num_bytes, first_byte_s, is_complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = record.request_id
-            elif message["type"] == "http.response.body":
+            if message["type"] == "http.response.body":
                 body = message.get("body", b"")
-                if body and first_byte_s is None:
+                if first_byte_s is None and body:
                     first_byte_s = time.perf_counter() - started
                 num_bytes += len(body)
                 is_complete = not message.get("more_body", False)
+            elif message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = record.request_id
             return send(message)
 
+        # For pieces of a stream once its head is on its way: all between here and the route look at the head
+        # alone, and would be a good part of what a piece costs.
+        scope["state"]["send_piece"] = send_on
         try:
             await self.app(scope, receive, send_on)
         except Exception as error:

@@ -41,6 +41,9 @@ class AnswerReader:
         self._splitter = None if format.reasons is None else ReasoningSplitter(is_open=format.reasons)
         self._tools = ToolCallParser() if format.has_tools else None
 
+        self.is_plain = self._splitter is None and self._tools is None
+        """Whether all of the text is content."""
+
     @property
     def num_calls(self) -> int:
         return self._tools.num_calls if self._tools else 0
@@ -55,7 +58,7 @@ class AnswerReader:
 
     def push(self, text: str) -> list[Event]:
         """What the further text makes certain, in order; texts are not empty."""
-        if self._splitter is None and self._tools is None:
+        if self.is_plain:
             return [Event("content", text)] if text else []
         if self._splitter is None:
             return self._push_content(text)

@@ -56,6 +56,7 @@ async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings:
 
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_json_text = json.encoder.encode_basestring  # what `_json` does with a str
 
 
 class _Writer:
@@ -69,6 +70,7 @@ class _Writer:
         self._format = chat.format
         self._tokenizer = tokenizer
         self._num_choices = chat.params.n
+        self._num_logprobs = body.num_logprobs
 
     # Whole
 
@@ -102,9 +104,9 @@ class _Writer:
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None
     ) -> dict[str, Any] | None:
-        if self._body.num_logprobs is None:
+        if self._num_logprobs is None:
             return None
-        entries = chat_logprobs(token_ids, logprobs or (), self._body.num_logprobs, self._tokenizer)
+        entries = chat_logprobs(token_ids, logprobs or (), self._num_logprobs, self._tokenizer)
         return {"content": entries, "refusal": None}
 
     # Streamed; see `sse.Writer`
@@ -130,7 +132,8 @@ class _Writer:
     def piece(self, place: int, chunk: StreamChunk) -> bytes:
         if chunk.finish_reason in ("error", "abort"):
             raise ended_badly(chunk.finish_reason, chunk.error)
-        return self._choices[chunk.index].read(chunk, self._chunk_logprobs(chunk)).encode()
+        logprobs = None if self._num_logprobs is None else self._chunk_logprobs(chunk, self._num_logprobs)
+        return self._choices[chunk.index].read(chunk, logprobs).encode()
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
         if not self._has_usage:
@@ -145,12 +148,8 @@ class _Writer:
     def failed(self, error: Exception) -> bytes:
         return error_event(error) + DONE
 
-    def _chunk_logprobs(self, chunk: StreamChunk) -> list[Any] | None:
-        if self._body.num_logprobs is None:
-            return None
-        return list(
-            chat_logprobs(chunk.token_ids, chunk.logprobs or (), self._body.num_logprobs, self._tokenizer)
-        )
+    def _chunk_logprobs(self, chunk: StreamChunk, num: int) -> list[Any]:
+        return list(chat_logprobs(chunk.token_ids, chunk.logprobs or (), num, self._tokenizer))
 
 
 class _ChoiceStream:
@@ -169,6 +168,8 @@ class _ChoiceStream:
 
     def read(self, chunk: StreamChunk, logprobs: list[Any] | None) -> str:
         """The chunks that this piece gives; `logprobs` of its tokens, when they are asked for."""
+        if self._is_begun and logprobs is None and chunk.finish_reason is None and self.reader.is_plain:
+            return f"{self._content_head}{_json_text(chunk.text)}{self._content_tail}" if chunk.text else ""
         # Text may be held back while its tokens are not: those wait for the next chunk that has text.
         if logprobs is not None:
             self._logprobs += logprobs

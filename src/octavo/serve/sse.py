@@ -68,7 +68,8 @@ class _Stream(Response):
         self._slow_reader_s = slow_reader_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.create_task(self._write(send))
+        send_piece = scope.get("state", {}).get("send_piece", send)  # see `access_log.RequestLog`
+        writing = asyncio.create_task(self._write(send, send_piece))
         watching = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait((writing, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -82,11 +83,11 @@ class _Stream(Response):
         if not writing.cancelled() and (error := writing.exception()) is not None:
             raise error
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, send_piece: Send) -> None:
         head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
             await self._wait_for(_begun(send(head)))
-            await self._write_body(send)
+            await self._write_body(send_piece)
         except TimeoutError:
             logger.warning("a client took nothing for %g s and is given up", self._slow_reader_s)
 
