@@ -41,7 +41,7 @@ from octavo.kernels.triton.attention_arguments import (
     tensors_of,
 )
 from octavo.kernels.triton.decode_invariant import decode_invariant
-from octavo.kernels.triton.decode_tiles import load_quickly, look_up, split_scales
+from octavo.kernels.triton.decode_tiles import load_quickly, logarithms, look_up
 from octavo.kernels.triton.launch import Prepared, direct
 from octavo.kernels.triton.launch import options as launch_options
 from octavo.kernels.triton.tuning import Parameters, parameters
@@ -95,6 +95,7 @@ def _decode(
     offsets = tl.arange(0, BLOCK_N)
     # Whether each tile lies inside one block.
     INSIDE: tl.constexpr = BLOCK_N <= BLOCK_SIZE
+    FUSES_SCALES: tl.constexpr = K_SCALES == 2 and V_SCALES == 2 and softcap is None and alibi_slopes is None
     # Inside one block or run: where a tile's keys are relative to its first.
     k_within = offsets.to(tl.int64) * k_stride_slot
     v_within = offsets.to(tl.int64) * v_stride_slot
@@ -140,6 +141,10 @@ def _decode(
 
             k_head = k + head * k_stride_head
             v_head = v + head * v_stride_head
+            if K_SCALES == 2:
+                k_scale_head = k_scale + head * k_scale_stride_head
+            if V_SCALES == 2:
+                v_scale_head = v_scale + head * v_scale_stride_head
             if BLOCK_SIZE == 0:
                 if block_table is not None:
                     run = tl.load(block_table + b.to(tl.int64) * table_stride, mask=k_len > first, other=0)
@@ -186,23 +191,24 @@ def _decode(
                 v_at = v_head + v_places[:, None] + dims[None, :]
                 k_scales = None
                 v_scales = None
+                # The scale of a token nobody sees is 0, as may be that of a token that is all 0.
                 if K_SCALES == 2:
-                    k_scales = tiles.load_token_scales(
-                        k_scale + head * k_scale_stride_head, block, slot, seen,
-                        k_scale_stride_block, k_scale_stride_slot,
-                    )  # fmt: skip
+                    k_scale_at = k_scale_head + block * k_scale_stride_block + slot * k_scale_stride_slot
+                    k_scales = tl.load(k_scale_at, mask=seen, other=0.0)
                 if V_SCALES == 2:
-                    v_scales = tiles.load_token_scales(
-                        v_scale + head * v_scale_stride_head, block, slot, seen,
-                        v_scale_stride_block, v_scale_stride_slot,
-                    )  # fmt: skip
+                    v_scale_at = v_scale_head + block * v_scale_stride_block + slot * v_scale_stride_slot
+                    v_scales = tl.load(v_scale_at, mask=seen, other=0.0)
 
                 k_tile = load_quickly(k_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN == 2)
                 products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, None, PLAIN)
                 if v_scales is not None:
-                    power, rest = split_scales(v_scales)
-                    s += power[None, :]
+                    weight_of_value = logarithms(v_scales, ASSEMBLY)
+                if FUSES_SCALES:
+                    s = tl.fma(products, (k_scales * (scale * _LOG2_E))[None, :], weight_of_value[None, :])
+                else:
+                    s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, PLAIN)
+                    if v_scales is not None:
+                        s += weight_of_value[None, :]
                 visible = keys[None, :] < above[:, None]
                 if left is not None or leftpad is not None:
                     visible = visible & (keys[None, :] >= low[:, None])
@@ -217,8 +223,7 @@ def _decode(
                 high = new_high
                 totals = totals * shrink[:, None]
                 if v_scales is not None:
-                    totals += p * tl.exp2(-power)[None, :]
-                    p *= rest[None, :]
+                    totals += p * tl.exp2(-weight_of_value)[None, :]
                 else:
                     totals += p
                 v_tile = load_quickly(v_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN > 0)

@@ -60,13 +60,17 @@ def load_quickly(
 
 
 @triton.jit
-def split_scales(scales):
-    """Each scale as (power, rest), 2^power * rest, rest from 1 to below 2.
+def logarithms(scales, ASSEMBLY: tl.constexpr):
+    """log2 of each scale of a value, at least -100.
 
-    The power of a value's scale joins its score, so that weights stay near 1 and keep their precision in 16
-    bits; a logarithm would do, but is a dozen instructions.
+    It joins the value's score, so that weights are at most 1 and keep their precision in 16 bits; from what
+    the denominator adds it is taken out again. A token that is all 0 may have the scale 0, and counts there.
     """
-    bits = scales.to(tl.int32, bitcast=True)
-    power = (bits >> 23) - 127
-    rest = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    return power.to(tl.float32), rest
+    scales = tl.maximum(scales, 2.0**-100)
+    if ASSEMBLY:  # one instruction, for a dozen that are right below 2^-126, too
+        result = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [scales], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = tl.log2(scales)
+    return result

@@ -128,12 +128,11 @@ def capped(s, softcap):
 
 
 @triton.jit
-def scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales, PLAIN: tl.constexpr):
+def scores(products, scale, softcap, slopes, positions, keys, k_scales, PLAIN: tl.constexpr):
     """Scores (M, N) from products (M, N) of queries and keys; `absorb` takes them with the same PLAIN.
 
     PLAIN: nothing but a positive `scale`; the products come back as they are, and `absorb` multiplies while
-    it subtracts. k_scales, v_scales (N,): those of each token. A value's joins the score as its logarithm,
-    so that the weight p * v_scale is at most 1 and keeps its precision in 16 bits.
+    it subtracts. k_scales (N,): that of each token.
     """
     if PLAIN:
         return products
@@ -144,10 +143,7 @@ def scores(products, scale, softcap, slopes, positions, keys, k_scales, v_scales
         s = capped(s, softcap)
     if slopes is not None:
         s = s - slopes[:, None] * tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
-    s = s * _LOG2_E
-    if v_scales is not None:
-        s = s + tl.log2(v_scales)[None, :]
-    return s
+    return s * _LOG2_E
 
 
 @triton.jit
@@ -235,7 +231,7 @@ def absorb_tiles(
                 k_scale, block, base + lanes, seen, k_scale_stride_block, k_scale_stride_slot, True
             )
             products = products * k_scales[None, :]
-        s = scores(products, scale, softcap, slopes, positions, keys, None, None, PLAIN)
+        s = scores(products, scale, softcap, slopes, positions, keys, None, PLAIN)
         if MASKED:
             mask = visible(positions, keys, first, last, left, right)
             s = tl.where(mask, s, float("-inf"))
