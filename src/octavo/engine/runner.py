@@ -76,7 +76,7 @@ class ModelRunner:
             self._last_token_ids.index_copy_(0, row, last.clamp_min(0))
 
     def use_graphs(self, max_model_len: int, capture: Capture) -> None:
-        """Run decode steps from graphs that `capture` makes, where it can; the largest one is made now."""
+        """Run decode steps from graphs that `capture` makes, all of them now; without them where it cannot."""
         self._graphs = DecodeGraphs(
             self.model,
             self.kv_cache,
