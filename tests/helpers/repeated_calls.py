@@ -61,7 +61,7 @@ def _few_rows(at: int, norm: bool, gated: bool) -> Made:
     }
     given |= {"residual": _new(0, 2, 64) if norm else None, "norm_weight": _new(0, 64) if norm else None}
     kernel = backend.select("few_rows_linear", "cuda", BF16)
-    return given, lambda **tensors: kernel(**tensors, eps=1e-6, is_gated=gated)
+    return given, lambda **tensors: kernel(**tensors, eps=1e-6, is_gated=gated, at_rest=True)
 
 
 def _caches(dtype: torch.dtype, scales: str, at: int) -> dict[str, Any]:

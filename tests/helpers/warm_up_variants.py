@@ -10,6 +10,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,7 @@ def _layer(model: ModelShape, rows: int) -> None:
     x, norm = torch.zeros(rows, hidden, dtype=model.dtype), torch.ones(hidden, dtype=model.dtype)
 
     def weight(width: int, depth: int) -> PackedWeight:
-        return pack_weight(torch.zeros(width, depth, dtype=model.dtype), "dense")
+        return replace(pack_weight(torch.zeros(width, depth, dtype=model.dtype), "dense"), at_rest=True)
 
     linear(x, weight(fused, hidden))
     norm_linear(x, x, norm, 1e-6, weight(fused, hidden))

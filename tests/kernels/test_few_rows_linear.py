@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.kernels import assert_within_budget
@@ -114,6 +117,38 @@ def test_a_slice_of_something_larger(implementation: str) -> None:
     torch.testing.assert_close(linear(x, weight), linear(x.contiguous(), weight))
     one, other = (norm_linear(y, y, ones, 1e-5, weight, gated=True) for y in (x, x.contiguous()))
     torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+def test_what_the_kernel_for_few_rows_cannot_do_is_done_all_the_same(implementation: str, rows: int) -> None:
+    """What is legal does not depend on the number of rows."""
+    x, wide = draw(rows, 48, seed=1), draw(48, 60, seed=2)
+    strided = pack_weight(wide.T, "dense")
+    torch.testing.assert_close(linear(x, strided), x @ wide)
+    half, ones = x.half(), torch.ones(48)
+    found, _ = norm_linear(half, half, ones, 1e-5, pack_weight(wide.T.half(), "dense"))
+    expected = functional.rms_norm((half + half).float(), (48,), ones, 1e-5) @ wide.half().float()
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+    learned = x.clone().requires_grad_()
+    linear(learned, pack_weight(wide.T.contiguous(), "dense")).sum().backward()
+    torch.testing.assert_close(learned.grad, wide.sum(1).expand(rows, 48))
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+@pytest.mark.parametrize("eps", [-1.0, math.nan])
+def test_an_epsilon_that_is_none(implementation: str, rows: int, eps: float) -> None:
+    x = draw(rows, 48)
+    with pytest.raises(KernelArgumentError, match="eps must be 0 or positive"):
+        norm_linear(x, x, torch.ones(48), eps, pack_weight(draw(20, 48), "dense"))
+
+
+def test_a_weight_at_rest_gives_the_same(implementation: str) -> None:
+    x, weight = draw(2, 300), pack_weight(draw(18, 300, seed=1), "dense")
+    at_rest = replace(weight, at_rest=True)
+    assert not weight.at_rest
+    assert torch.equal(linear(x, weight), linear(x, at_rest))
+    one, other = (norm_linear(x, x, torch.ones(300), 1e-5, w, gated=True) for w in (weight, at_rest))
+    assert torch.equal(one[0], other[0])
 
 
 def test_wrong_arguments_are_named() -> None:

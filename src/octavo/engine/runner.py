@@ -76,8 +76,10 @@ class ModelRunner:
             self._last_token_ids.index_copy_(0, row, last.clamp_min(0))
 
     def use_graphs(self, max_model_len: int, capture: Capture) -> None:
-        """Run decode steps from graphs that `capture` makes, all of them now; without them where it cannot."""
-        self._graphs = DecodeGraphs(
+        """Run decode steps from graphs that `capture` makes, all of them now; from none where it cannot make
+        each of them, and then nothing is left of those it made.
+        """
+        graphs = DecodeGraphs(
             self.model,
             self.kv_cache,
             self.batches,
@@ -87,7 +89,12 @@ class ModelRunner:
             capture=capture,
         )
         with self._running():
-            self._graphs.prepare()
+            if graphs.prepare():
+                self._graphs = graphs
+                return
+        del graphs, capture  # with their static tensors and their pool, whose memory goes back
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def profile(self, profile: StepProfile) -> None:
         """From now on tell `profile` where a launch spends its time and, on a GPU, how long each step ran."""

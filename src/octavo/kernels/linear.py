@@ -43,6 +43,7 @@ from octavo.kernels.norm import rms_norm
 Form = Literal["dense", "invariant", "float32", "float16", "int8"]
 
 FEW_ROWS = 4  # up to which a GPU's time for a product is that of reading the weight, and ours to save
+_MOST_NUMBERS = 1 << 16  # of x that the kernel for few rows takes
 GROUP = 64  # weights along K that share one scale in the int8 form
 _INT8_MAX = 127
 _FLOAT16_MAX = 65504.0
@@ -64,6 +65,8 @@ class PackedWeight:
         data: (N, K) for ``dense`` and ``invariant``, otherwise (panels, K, panel).
         scales: float32 (panels, ceil(K / GROUP), panel) for ``int8``, otherwise None.
         note: why the form is not the one asked for, or empty.
+        at_rest: whoever holds it promises that nothing writes `data` any more, nor did any kernel that may
+            still be under way: a GPU then reads it before the kernels in front have ended.
     """
 
     shape: tuple[int, int]
@@ -71,6 +74,7 @@ class PackedWeight:
     data: Tensor
     scales: Tensor | None = None
     note: str = ""
+    at_rest: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -149,12 +153,12 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """
     columns, depth = w.shape
     if w.form == "dense":
-        if _has_few_rows(x):
-            _check_dense("linear", x, w, bias)
-            few_rows_linear = _few_rows_kernel(x)
-            out: Tensor = few_rows_linear(x.contiguous(), w.data, bias, None, None, 0.0, False)[0]
-            return out
-        return functional.linear(x, w.data, bias)
+        if not _suits_few_rows(x, w):
+            return functional.linear(x, w.data, bias)
+        _check_dense("linear", x, w, bias)
+        few_rows_linear = _few_rows_kernel(x)
+        out: Tensor = few_rows_linear(x.contiguous(), w.data, bias, None, None, 0.0, False, w.at_rest)[0]
+        return out
     if w.form == "invariant":
         checks.exactly(
             "linear", "x", x, (x.shape[0] if x.dim() else 0, depth), w.data.device, (w.data.dtype,)
@@ -208,29 +212,37 @@ def norm_linear(
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong.
     """
-    if w.form == "dense" and _has_few_rows(x):
-        name = "norm_linear"
-        _check_dense(name, x, w, bias)
-        checks.exactly(name, "residual", residual, tuple(x.shape), x.device, (x.dtype,))
-        checks.exactly(name, "norm_weight", norm_weight, (x.shape[1],), x.device, (x.dtype,))
-        if gated and w.shape[0] % 2:
-            raise checks.wrong(name, "the rows of w", "an even number where gated", w.shape[0])
-        result: tuple[Tensor, Tensor] = _few_rows_kernel(x)(
-            x.contiguous(), w.data, bias, residual.contiguous(), norm_weight, eps, gated
-        )
-        return result
-    normed, new_residual = rms_norm(x, norm_weight, eps, residual=residual)
-    out = linear(normed, w, bias)
-    return (silu_and_mul(out) if gated else out), new_residual
+    name = "norm_linear"
+    if gated and w.shape[0] % 2:
+        raise checks.wrong(name, "the rows of w", "an even number where gated", w.shape[0])
+    if not _suits_few_rows(x, w) or norm_weight.dtype != x.dtype or residual.requires_grad:
+        normed, new_residual = rms_norm(x, norm_weight, eps, residual=residual)
+        out = linear(normed, w, bias)
+        return (silu_and_mul(out) if gated else out), new_residual
+    _check_dense(name, x, w, bias)
+    checks.exactly(name, "residual", residual, tuple(x.shape), x.device, (x.dtype,))
+    checks.exactly(name, "norm_weight", norm_weight, (x.shape[1],), x.device, (x.dtype,))
+    if not 0.0 <= eps <= checks.FLOAT32_MAX:
+        raise checks.wrong(name, "eps", "0 or positive", eps)
+    result: tuple[Tensor, Tensor] = _few_rows_kernel(x)(
+        x.contiguous(), w.data, bias, residual.contiguous(), norm_weight, eps, gated, w.at_rest
+    )
+    return result
 
 
-def _has_few_rows(x: Tensor) -> bool:
-    """Whether Triton's kernel for few rows takes x. It is for GPUs; on a CPU only where Triton is forced."""
+def _suits_few_rows(x: Tensor, w: PackedWeight) -> bool:
+    """Whether Triton's kernel for few rows takes it. It is for GPUs; on a CPU only where Triton is forced.
+
+    It has no gradients, and code for every part of K: a deep weight would take long to compile.
+    """
     return (
-        x.dim() == 2
+        w.form == "dense"
+        and x.dim() == 2
         and 0 < x.shape[0] <= FEW_ROWS
-        and x.shape[1] > 0
+        and 0 < x.numel() <= _MOST_NUMBERS
         and (not x.is_cpu or backend.forced() == "triton")
+        and not x.requires_grad
+        and w.data.is_contiguous()
         and backend.implementation_of("few_rows_linear", x.device.type, x.dtype) == "triton"
     )
 
@@ -242,8 +254,6 @@ def _few_rows_kernel(x: Tensor) -> backend.Kernel:
 def _check_dense(name: str, x: Tensor, w: PackedWeight, bias: Tensor | None) -> None:
     columns, depth = w.shape
     checks.exactly(name, "x", x, (x.shape[0], depth), w.data.device, (w.data.dtype,))
-    if not w.data.is_contiguous():
-        raise checks.wrong(name, "w", "contiguous", f"strides {w.data.stride()}")
     if bias is not None:
         checks.exactly(name, "bias", bias, (columns,), w.data.device, (w.data.dtype,))
 

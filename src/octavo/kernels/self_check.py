@@ -231,9 +231,9 @@ def _invariant_linear(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
 def _few_rows_linear(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     """Alone; and with norm, gate and bias."""
     x, weight = draw(3, 72), draw(74, 72, seed=1) * 0.125
-    plain, _ = kernel(x[:1], weight, None, None, None, 0.0, False)
+    plain, _ = kernel(x[:1], weight, None, None, None, 0.0, False, False)
     norm_weight, bias = draw(72, seed=3), draw(74, seed=2)
-    return [plain, *kernel(x, weight, bias, x, norm_weight, 1e-5, True)]  # x + x is exact
+    return [plain, *kernel(x, weight, bias, x, norm_weight, 1e-5, True, False)]  # x + x is exact
 
 
 def _grouped(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:

@@ -15,10 +15,12 @@ def few_rows_linear(
     norm_weight: Tensor | None,
     eps: float,
     is_gated: bool,
+    at_rest: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`(out, new_residual)`: the product of `x`, or of the RMS norm of `x + residual` (rounded) where given.
 
     Summed in float32 (float64 for float64) and rounded once. `weight` is (N, K), or [gate; up] where gated.
+    `at_rest`: nothing writes it any more.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     new_residual = None if residual is None else x + residual

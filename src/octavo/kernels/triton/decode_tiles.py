@@ -66,7 +66,7 @@ def logarithms(scales, ASSEMBLY: tl.constexpr):
     It joins the value's score, so that weights are at most 1 and keep their precision in 16 bits; from what
     the denominator adds it is taken out again. A token that is all 0 may have the scale 0, and counts there.
     """
-    scales = tl.maximum(scales, 2.0**-100)
+    scales = tl.maximum(scales, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)
     if ASSEMBLY:  # one instruction, for a dozen that are right below 2^-126, too
         result = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [scales], dtype=tl.float32, is_pure=True, pack=1

@@ -2,7 +2,7 @@
 
 With so few rows a product is the reading of its weight, and a decode step a chain of short readings between
 which a GPU starts anew. So every program has its rows of the weight under way before it waits for the kernel
-in front (`launch.py`; nothing writes a weight while a model runs), and what stands before and after a product
+in front, if nothing writes that weight any more (`launch.py`), and what stands before and after a product
 in a decoder is done by the product: the RMS norm of the sum of activations and residual stream, whose scale
 can be multiplied in at the end, and `silu(gate) * up`. One output is one sum over K, by lanes and then across
 them, whatever the row count.
@@ -40,15 +40,17 @@ def _weights(at, start, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @launch.direct
-@launch.direct
 @triton.jit(do_not_specialize=["width", "num_rows"])
 def _few_rows_linear(
     x, weight, bias, residual, norm_weight, out, new_residual, width, num_rows, eps,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
-    IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    IS_GATED: tl.constexpr, AT_REST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if not AT_REST:
+            tl.extra.cuda.gdc_wait()
     # An output is a row's sum for a column; the rows of a column read its weights from the nearest cache.
     outputs = tl.arange(0, ROWS * BLOCK_N)
     row = outputs // BLOCK_N
@@ -62,7 +64,7 @@ def _few_rows_linear(
     up_at = weight_at + width.to(tl.int64) * DEPTH
     first = _weights(weight_at, 0, DEPTH, BLOCK_K)
     first_up = _weights(up_at, 0, DEPTH, BLOCK_K) if IS_GATED else first
-    if PDL:
+    if PDL and AT_REST:
         tl.extra.cuda.gdc_wait()
 
     sums = tl.zeros((ROWS * BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -116,16 +118,17 @@ def few_rows_linear(
     norm_weight: Tensor | None,
     eps: float,
     is_gated: bool,
+    at_rest: bool,
     *,
     parameters: Parameters | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`(out, x + residual)`; see the reference. `parameters` take the place of those of this GPU's table."""
     tensors = (x, weight, bias, residual, norm_weight)
-    call = _known.get(tensors, eps, is_gated) if parameters is None else None
+    call = _known.get(tensors, eps, is_gated, at_rest) if parameters is None else None
     if call is None:
-        call = _prepare(*tensors, eps, is_gated, parameters)
+        call = _prepare(*tensors, eps, is_gated, at_rest, parameters)
         if parameters is None:
-            _known.keep(call, tensors, eps, is_gated)
+            _known.keep(call, tensors, eps, is_gated, at_rest)
     made: tuple[Tensor, Tensor | None] = call(*tensors)
     return made
 
@@ -138,6 +141,7 @@ def _prepare(
     norm_weight: Tensor | None,
     eps: float,
     is_gated: bool,
+    at_rest: bool,
     parameters: Parameters | None,
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function for calls of this signature."""
@@ -154,7 +158,7 @@ def _prepare(
             "new_residual": None if residual is None else torch.empty_like(x),
             "width": width, "num_rows": num_rows, "eps": float(eps), "DEPTH": depth,
             "ROWS": launch.block_for(num_rows), "HAS_BIAS": bias is not None,
-            "HAS_NORM": residual is not None, "IS_GATED": is_gated,
+            "HAS_NORM": residual is not None, "IS_GATED": is_gated, "AT_REST": at_rest,
             **launch.options(parameters, x.device),
         },
     )  # fmt: skip

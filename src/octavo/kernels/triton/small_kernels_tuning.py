@@ -137,7 +137,7 @@ def _few_rows(case: Case, parameters: Parameters) -> Sequence[Call]:
     def build() -> Call:
         weight = torch.randn(num_rows, depth, dtype=_BF16, device=device)
         return lambda: few_rows_linear.few_rows_linear(
-            x, weight, None, residual, norm_weight, 1e-6, gated, parameters=parameters
+            x, weight, None, residual, norm_weight, 1e-6, gated, True, parameters=parameters
         )
 
     return _sets(2 * num_rows * depth, build)

@@ -64,7 +64,7 @@ class Parameters:
             # a machine that cannot pack: the form became dense
             packed = replace(packed, data=packed.data.clone())
         self.nbytes += packed.nbytes
-        return packed
+        return replace(packed, at_rest=True)
 
     def experts(self, names: Sequence[tuple[str, ...]]) -> PackedExperts:
         """For each expert the matrices that its names say, stacked row-wise; packed one after the other."""
