@@ -25,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of more than 1,000 tokens do not fit; on a GPU they would be 8,192 where nothing was said."""
+    """Steps of more than 1,000 tokens do not fit; as on a GPU, where nothing was said they start larger."""
 
     def num_blocks(config: EngineConfig, *arguments: object) -> int:
         assert config.max_num_batched_tokens is not None
@@ -86,12 +86,17 @@ def test_kernels_are_compiled_for_what_the_sampler_asks_and_counted(
     # The engine's log probabilities come from torch: nobody would launch those kernels.
     assert asked["logprobs"] is False
     assert asked["logits_dtype"] == loaded.dtype
+    # Kernels that add in one order are others than those of an engine that need not.
+    assert asked["batch_invariant"] is False
+    build._compile_kernels(config.replace(deterministic=True), loaded, KVCacheSpec(2, 2, 8))
+    assert asked["batch_invariant"] is True
 
 
 def test_memory_is_kept_free_for_all_that_steps_under_way_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = KVCacheSpec(2, 2, 8)
     monkeypatch.setattr(build, "_largest_step_bytes", lambda *_: 0)
     monkeypatch.setattr(build, "_free_bytes", lambda _: 2**24)
+    monkeypatch.setattr(build, "_is_compiled", lambda *_: True)
     loaded: Any = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(vocab_size=1000))
 
     def num_blocks(**options: Any) -> int:
@@ -103,3 +108,20 @@ def test_memory_is_kept_free_for_all_that_steps_under_way_hold(monkeypatch: pyte
     held = 3 * 64 * 1000 * (4 + 4)
     expected = (2**24 - held) / 2**24
     assert num_blocks(overlap=True, run_ahead=3) / alone == pytest.approx(expected, rel=1e-3)
+
+
+def test_memory_is_kept_free_for_graphs_only_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = KVCacheSpec(2, 2, 8)
+    monkeypatch.setattr(build, "_largest_step_bytes", lambda *_: 2**22)
+    monkeypatch.setattr(build, "_free_bytes", lambda _: 2**24)
+    loaded: Any = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(vocab_size=1000))
+
+    def num_blocks(*, is_compiled: bool, **options: Any) -> int:
+        monkeypatch.setattr(build, "_is_compiled", lambda *_: is_compiled)
+        config = EngineConfig(model="m", device="cuda", max_model_len=10**6, overlap=False, **options)
+        return build._num_blocks(config, loaded, spec)
+
+    without = num_blocks(is_compiled=True, enforce_eager=True)
+    assert num_blocks(is_compiled=True) / without == pytest.approx(2 / 3, rel=1e-3)
+    # Attention in plain torch is in no graph.
+    assert num_blocks(is_compiled=False) == without

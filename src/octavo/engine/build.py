@@ -96,7 +96,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     if is_compiled:
         runner.warm_up(steps_to_compile(config), layers_of_each_kind(loaded.config))
     logger.info("first steps in %.1f s", time.perf_counter() - began)
-    if config.uses_graphs and is_compiled:  # plain torch reads lengths on the host, which no graph can hold
+    if _has_graphs(config, loaded, spec):
         runner.use_graphs(config.max_model_len, CudaCapture(loaded.device))
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
@@ -109,6 +109,11 @@ def _is_compiled(loaded: LoadedModel, spec: KVCacheSpec) -> bool:
     facts = (loaded.dtype, storage_dtype(spec), spec.head_dim)
     room = backend.implementation_of("varlen_attention", loaded.device.type, *facts)
     return loaded.device.type != "cpu" and room == "triton"
+
+
+def _has_graphs(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> bool:
+    """Whether decode steps come from graphs; plain torch reads lengths on the host, which none can hold."""
+    return config.uses_graphs and _is_compiled(loaded, spec)
 
 
 def _fitting(
@@ -153,6 +158,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         qk_norm=model.qk_norm,
         window_sizes=sorted(windows),
         scales="token" if spec.has_token_scales else "none",
+        batch_invariant=config.deterministic,
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
@@ -174,7 +180,7 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
             began = time.perf_counter()
             step_bytes = _largest_step_bytes(config, loaded, spec)
             seconds = time.perf_counter() - began
-            if config.uses_graphs:
+            if _has_graphs(config, loaded, spec):
                 step_bytes *= 2  # the graphs keep what a decode step takes to themselves
             if config.overlap:  # steps under way keep their logits, and perhaps a copy that options changed
                 step_bytes += config.run_ahead * config.max_num_seqs * loaded.config.vocab_size * (4 + 4)
