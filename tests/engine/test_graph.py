@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -320,9 +321,36 @@ def test_without_graphs_where_they_cannot_be_had(
     assert outputs(engine, requests_for(engine, PLAIN)) == expected
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == [
-        "no CUDA graph for 6 rows (OutOfMemoryError: no room); steps are launched one kernel at a time from "
-        "now on"
+        "no CUDA graph for 6 rows (OutOfMemoryError: no room); steps are launched one kernel at a time"
     ]
+
+
+def test_graphs_that_were_made_before_one_fails_are_let_go_of(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="octavo")
+    made: list[weakref.ref[Any]] = []
+
+    class HalfWay(Replaying):
+        def __call__(self, step: Callable[[], torch.Tensor]) -> Any:
+            if self.num_captures == 3:
+                made.append(weakref.ref(self))
+                raise torch.OutOfMemoryError("no room")
+            replay, result = super().__call__(step)
+            made.extend((weakref.ref(replay), weakref.ref(result)))
+            return replay, result
+
+    eager = engine_for(loaded, None)
+    expected = outputs(eager, requests_for(eager, PLAIN))
+    engine = engine_for(loaded, None)
+    caplog.clear()
+    engine.runner.use_graphs(64, HalfWay())
+    assert len(made) == 7, "the fourth failed, and no other was tried"
+    assert [ref() for ref in made] == [None] * 7
+    assert [record.getMessage() for record in caplog.records] == [
+        "no CUDA graph for 4 rows (OutOfMemoryError: no room); steps are launched one kernel at a time"
+    ]
+    assert outputs(engine, requests_for(engine, PLAIN)) == expected
 
 
 def test_changes_bring_a_copy_of_the_table_up_to_date() -> None:

@@ -141,7 +141,6 @@ class DecodeGraphs:
         self.bucket_sizes = bucket_sizes(num_rows)
         #: (bucket, with filters) -> the replay and its result.
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], object], Tensor]] = {}
-        self._is_broken = False
 
         # Static tensors. Every part begins at a multiple of 16 bytes: Triton compiles apart for others.
         width = -(-num_rows // 4) * 4
@@ -168,22 +167,35 @@ class DecodeGraphs:
         self._is_placed = False
         self._seq_ids = []
 
-    def prepare(self) -> None:
-        """Capture every graph, before requests come: the largest first, whose memory the others share."""
+    def prepare(self) -> bool:
+        """Capture every graph, before requests come: the largest first, whose memory the others share.
+
+        False when one cannot be had. Then none is kept, and this is of no use any more: with a part of them
+        some steps would wait for what others do not, and what they hold is memory that steps may need.
+        """
         began = time.perf_counter()
         for bucket in reversed(self.bucket_sizes):
-            for with_filters in (True, False):
-                self._graph(bucket, with_filters)
+            try:
+                for with_filters in (True, False):
+                    self._graphs[bucket, with_filters] = self._captured(bucket, with_filters)
+            except Exception as error:  # out of memory above all; steps without a graph still run
+                self._graphs.clear()
+                logger.warning(
+                    "no CUDA graph for %d rows (%s: %s); steps are launched one kernel at a time",
+                    bucket, type(error).__name__, str(error),  # whose traceback holds what was made
+                )  # fmt: skip
+                return False
         seconds = time.perf_counter() - began
         logger.info("%d graphs of decode steps captured in %.1f s", len(self._graphs), seconds)
+        return True
 
     def launch(self, plan: Schedule) -> PendingSample | None:
-        """Launch a decode step of plain rows; None when `plan` is another kind, or no graph can be had.
+        """Launch a decode step of plain rows; None when `plan` is another kind. After `prepare`.
 
         What it leaves to collect is drawn by then, or being drawn; see `Sampler.launch`.
         """
         sequences = plan.sequences
-        if self._is_broken or plan.forking or plan.num_decode_rows != plan.num_tokens:
+        if plan.forking or plan.num_decode_rows != plan.num_tokens:
             return None
         if not self._is_same(sequences):
             self._look_at(sequences)
@@ -191,13 +203,10 @@ class DecodeGraphs:
             return None
         num = len(sequences)
         bucket = next(size for size in self.bucket_sizes if size >= num)
-        graph = self._graph(bucket, self._have_filters)
-        if graph is None:
-            return None
+        replay, result = self._graphs[bucket, self._have_filters]
         self._upload_changes(sequences)
         if not self._is_placed:
             self._place(sequences)
-        replay, result = graph
         replay()
         token_ids = result[:num]
         reading = Read([token_ids.clone() if token_ids.is_cpu else token_ids])
@@ -261,25 +270,12 @@ class DecodeGraphs:
 
     # The device's side
 
-    def _graph(self, bucket: int, with_filters: bool) -> tuple[Callable[[], object], Tensor] | None:
-        found = self._graphs.get((bucket, with_filters))
-        if found is not None or self._is_broken:
-            return found
+    def _captured(self, bucket: int, with_filters: bool) -> tuple[Callable[[], object], Tensor]:
         # Capturing may run the step: on rows of nobody.
         self._state[_ROWS] = self._num_rows
         self._state[_POSITIONS] = 0
         self._is_placed = False
-        try:
-            found = self._capture(lambda: self._step(bucket, with_filters))
-        except Exception as error:  # out of memory above all; steps without a graph still run
-            self._is_broken = True
-            logger.warning(
-                "no CUDA graph for %d rows (%s: %s); steps are launched one kernel at a time from now on",
-                bucket, type(error).__name__, error,
-            )  # fmt: skip
-            return None
-        self._graphs[bucket, with_filters] = found
-        return found
+        return self._capture(lambda: self._step(bucket, with_filters))
 
     def _step(self, bucket: int, with_filters: bool) -> Tensor:
         """One decode step of the entries below `bucket`, on the static tensors. Returns the drawn ids."""
