@@ -1,14 +1,19 @@
 """What is launched before the first request; what it compiles is looked at in tests/gpu, too."""
 
+import inspect
 import json
+import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU
 from octavo.errors import KernelArgumentError
+from octavo.kernels import triton as triton_room
 from octavo.kernels import warm_up
 from octavo.kernels.gpu_checks import Sweep, model_shape
 from octavo.kernels.triton import hashing_of_triton
@@ -186,3 +191,28 @@ def test_triton_hashes_itself_once_and_beside_what_else_is_done() -> None:
     hashed = triton_key.cache_info().misses
     triton_key()
     assert triton_key.cache_info().misses == hashed >= 1
+
+
+def test_a_triton_that_cannot_hash_itself_is_left_to_whoever_compiles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+
+    def broken() -> str:
+        raise OSError("no such library")
+
+    monkeypatch.setattr("triton.runtime.cache.triton_key", broken)
+    with caplog.at_level(logging.DEBUG, logger="octavo"):
+        thread = threading.Thread(target=triton_room._hash_triton)
+        thread.start()  # what it raised would be a warning, and so an error
+        thread.join()
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (
+        logging.DEBUG,
+        "Triton is not hashed ahead: OSError: no such library",
+    )
+
+
+def test_steps_are_as_large_as_the_engine_s_where_nothing_is_said() -> None:
+    default = inspect.signature(warm_up).parameters["max_num_batched_tokens"].default
+    assert default == DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU

@@ -9,6 +9,7 @@ Importing this package loads neither Triton nor a kernel.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,8 @@ OLDEST_CAPABILITY = (8, 0)  # of an NVIDIA GPU: bfloat16 and asynchronous copies
 SHORT = 8  # attention of sequences of at most so many query rows is decode's, of longer ones prefill's
 
 _NOTHING_TO_DO = nullcontext()
+
+logger = logging.getLogger("octavo")
 
 
 def unfit_reason(device_type: str) -> str | None:
@@ -54,9 +57,10 @@ def hashing_of_triton() -> threading.Thread:
 def _hash_triton() -> None:
     try:
         from triton.runtime.cache import triton_key
-    except ImportError:  # another version: it hashes itself with the first kernel
-        return
-    triton_key()
+
+        triton_key()
+    except Exception as error:  # another version; or one that whoever compiles will say more of
+        logger.debug("Triton is not hashed ahead: %s: %s", type(error).__name__, error)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -59,7 +59,6 @@ def _prepare_decode(
 
 
 @direct
-@direct
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_FINISH_POINTERS)
 def _finish_decode(
     rows, slots, token_ids, last_token_ids, positions, num_drawn, batch,

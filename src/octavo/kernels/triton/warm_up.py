@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +35,7 @@ def warm_up(
     device: torch.device | str,
     *,
     max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 8192,
+    max_num_batched_tokens: int = 16384,
     max_model_len: int = 40960,
     rotary_dim: int | None = None,
     interleaved: bool = False,
@@ -372,7 +372,8 @@ def _product(model: ModelShape, rows: int, width: int, depth: int, has_norm: boo
 
     num_rows = 2 * width if gated else width
     x = torch.zeros((rows, depth), dtype=model.dtype, device=model.device)
-    weight = pack_weight(torch.zeros((num_rows, depth), dtype=model.dtype, device=model.device), "dense")
+    zeros = torch.zeros((num_rows, depth), dtype=model.dtype, device=model.device)
+    weight = replace(pack_weight(zeros, "dense"), at_rest=True)
     if has_norm:
         norm_linear(x, x, torch.ones_like(x[0]), 1e-6, weight, gated=gated)
     else:
