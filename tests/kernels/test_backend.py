@@ -166,6 +166,12 @@ def test_a_gpu_has_the_triton_kernels(monkeypatch: pytest.MonkeyPatch, device_ty
     assert rooms == ["triton", "reference"]
 
 
+def test_the_ordinary_case_on_a_gpu_is_a_model_in_bfloat16() -> None:
+    assert backend.ordinary_facts("sample", "cpu") == (torch.float32,)
+    for kernel in ("sample", "few_rows_linear"):
+        assert backend.ordinary_facts(kernel, "cuda") == (torch.bfloat16,)
+
+
 @pytest.mark.parametrize("device_type", ["cuda", "xpu"])
 @pytest.mark.usefixtures("no_gpu_rooms")
 def test_a_gpu_without_triton_has_the_reference_and_the_reason_is_kept(device_type: str) -> None:

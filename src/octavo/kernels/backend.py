@@ -158,7 +158,7 @@ def use(room: str) -> Iterator[None]:
 def ordinary_facts(kernel: str, device_type: str) -> tuple[Any, ...]:
     """An ordinary example of what `supports` is told: float32 on the CPU, bfloat16 elsewhere."""
     facts = KERNELS[kernel][2]
-    if device_type == "cpu" or kernel == "sample":  # logits are float32 everywhere
+    if device_type == "cpu":
         return facts
     return tuple(torch.bfloat16 if fact is torch.float32 else fact for fact in facts)
 

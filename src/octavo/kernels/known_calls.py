@@ -26,7 +26,9 @@ from torch import Tensor
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-_MOST = 1024  # calls that one function keeps; a step has as many as it has kinds of layers
+# Calls that one function keeps: kinds of layers, times sizes of steps. The bound on keys is part of a call of
+# attention, so live steps without a graph come to more in time; then all is forgotten, and learned again.
+_MOST = 1024
 
 _all: list[KnownCalls] = []
 
