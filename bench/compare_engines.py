@@ -48,6 +48,7 @@ from octavo.models.source import resolve_model
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("nano", "single", "prefill", "shared_prefix", "fp8", "start")
 PEERS = ("vllm", "nano_vllm")
+COLD = ", no kernels on disk"  # ends the name of a row
 
 # What the project promises on an H200: a number, or the least ratio to each peer.
 PROMISES: dict[str, float | dict[str, float]] = {
@@ -224,7 +225,7 @@ def measure_starts(race: Race) -> list[Row]:
         "octavo, first start of this run": round(race.starts["octavo"], 3),
     }
     rows = [row_of(name, "s", "lower", {"octavo": statistics.median(warm), **peers}, details)]
-    name += ", no kernels on disk"
+    name += COLD
     try:
         with tempfile.TemporaryDirectory() as empty:
             cold = race.start("octavo", TRITON_CACHE_DIR=empty)
@@ -258,9 +259,9 @@ class Results:
             path = ROOT / "bench" / "results" / (race.gpu_slug or hardware_slug()) / "engines.json"
         if self.kept is None:
             self.kept = self._before(path)
-        done = tuple({row.name for row in self.rows} | self.failed.keys())
+        done = {row.name for row in self.rows} | self.failed.keys()
         rows = [row for row in self.kept["rows"] if row.name not in done] + self.rows
-        failed = {what: why for what, why in self.kept["failed"].items() if not what.startswith(done)}
+        failed = {what: why for what, why in self.kept["failed"].items() if not _is_of(what, done)}
         failed |= self.failed
         commands = dict.fromkeys([*self.kept["commands"], command_of(self.options)])
         write_result(
@@ -284,6 +285,11 @@ class Results:
         kept["commands"] = before["command"].split("; ")
         kept["versions"] = {peer: v for peer, v in before["versions"].items() if peer in PEERS}
         return kept
+
+
+def _is_of(failed: str, rows: set[str]) -> bool:
+    """Whether that is the failure of one of these rows, or of a contestant of one: `row, label`."""
+    return failed in rows or (not failed.endswith(COLD) and failed.rpartition(", ")[0] in rows)
 
 
 def command_of(options: argparse.Namespace) -> str:

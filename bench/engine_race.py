@@ -25,7 +25,7 @@ from octavo.models.config import ModelConfig
 PROGRAM = Path(__file__).with_name("engine_contestants.py")
 MAX_MODEL_LEN = 9216  # the longest request is 8192 + 128 + 128
 PEER_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-START_S = {"octavo": 30.0, "vllm": 120.0, "nano_vllm": 60.0}  # what to reckon with; other programs: 5
+START_S = {"octavo": 30.0, "vllm": 120.0, "nano_vllm": 60.0}  # to reckon with on an H200; other programs: 5
 CLOSE_S = 15.0
 
 

@@ -260,6 +260,14 @@ def test_rows_of_another_run_are_kept_when_asked_for(bench):
     assert list(rows_of(result)) == ["single/tiny"]
 
 
+def test_failures_of_other_rows_are_kept_and_those_of_a_row_measured_again_are_not(bench):
+    done = {"start/tiny", "nano/tiny/bf16"}
+    again = ["start/tiny", "start/tiny, vllm", "nano/tiny/bf16", "nano/tiny/bf16, octavo bf16"]
+    kept = ["start/tiny, no kernels on disk", "nano/tiny/bf16x", "single/tiny", "single/tiny, vllm"]
+    assert [name for name in (*again, *kept) if bench.program._is_of(name, done)] == again
+    assert bench.program._is_of("start/tiny, no kernels on disk", {"start/tiny, no kernels on disk"})
+
+
 def test_a_promise_is_the_hardest_of_its_multiples(bench):
     name = "shared_prefix/64x8192+128/qwen3-8b"
     found = {"octavo": 2.0, "vllm": 3.0, "vllm_no_prefix_cache": 6.0}
