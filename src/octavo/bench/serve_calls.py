@@ -33,7 +33,8 @@ after words called just where most know
 class Call:
     """One request: when it is due (seconds after the start; None in a closed loop), and what it asks.
 
-    `drop_after`: the client hangs up after so many pieces of text; None reads to the end.
+    `drop_after`: the client hangs up after so many pieces of text; None reads to the end. A piece may hold
+    several tokens, and an answer of fewer pieces is read to its end.
     """
 
     at_s: float | None

@@ -77,7 +77,12 @@ class LoadOptions:
         int, typer.Option(help="Calls before the run, one by one, that do not count.", **_load)
     ] = 1
     drop_share: Annotated[
-        float | None, typer.Option(help="Share of clients that hang up in mid-answer, from 0 to 1.", **_load)
+        float | None,
+        typer.Option(
+            help="Share of clients, from 0 to 1, that hang up in mid-answer: after a drawn number of pieces "
+            "of text, each of one token or more.",
+            **_load,
+        ),
     ] = None
     timeout: Annotated[float, typer.Option(help="Seconds until a call counts as failed.", **_load)] = 600.0
     input_len: Annotated[
@@ -137,7 +142,7 @@ class LoadOptions:
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be above 0 seconds, got {value}")
         if self.drop_share and self.no_stream:
-            raise ConfigError("drop_share needs streams: clients hang up after some tokens; drop --no-stream")
+            raise ConfigError("drop_share needs streams: clients hang up in mid-answer; drop --no-stream")
         if self.trace is not None and self.rate is not None:
             raise ConfigError("rate and trace exclude each other: a trace has its times; see --trace-speed")
         for name in _DRAWN if self.trace is not None else ():
