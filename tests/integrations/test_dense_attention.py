@@ -126,6 +126,28 @@ def test_few_keys_none_of_them_hidden_are_left_to_torch_on_a_gpu():
 
 
 @pytest.mark.parametrize(("dim", "v_dim"), [(288, 288), (24, 16)])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
+def test_a_step_that_is_left_to_torch_is_what_sdpa_makes_of_it(heads: tuple[int, int]) -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from octavo.integrations.transformers import plan as plans
+    from octavo.integrations.transformers import stock
+
+    class Layer(torch.nn.Module):
+        num_key_value_groups, is_causal, layer_idx = heads[0] // heads[1], True, 0
+
+    query, key, value = (torch.randn(2, n, t, 16) for n, t in ((heads[0], 1), (heads[1], 9), (heads[1], 9)))
+    expected, _ = sdpa_attention_forward(Layer(), query, key, value, None, scaling=0.3)
+    found = stock.decode(query, key, value, 0.3)
+    assert found.shape == (2, 1, heads[0], 16)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected)
+    mask = plans.unpadded(2, 1, 9, 9, None, query.device)
+    assert plans.carried_by(mask) is not None
+    assert plans.carried_by(mask.clone()) is None
+    assert plans.carried_by(None) is None
+
+
 def test_head_dimensions_without_a_kernel_run_as_sdpa_and_that_is_said(dim, v_dim, caplog, monkeypatch):
     monkeypatch.setattr("octavo.integrations.transformers.masks._said", set())
     q, k, v = by_token(2, 3, 6, dim), by_head(2, 3, 2, dim), by_head(2, 3, 2, v_dim)

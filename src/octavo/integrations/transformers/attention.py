@@ -45,6 +45,17 @@ def attention(
     Raises:
         UnsupportedKernelConfig: the model changed the mask or the keys on their way here.
     """
+    if query.shape[2] == 1 and query.is_cuda and cu_seq_lens_q is None:
+        known = plans.carried_by(attention_mask)
+        if (
+            known is not None
+            and known.num_slots == key.shape[2]
+            and known.batch == query.shape[0]
+            and _is_launch_bound(key, known, softcap, s_aux)
+            and not dropout
+            and position_bias is None
+        ):
+            return stock.decode(query, key, value, scaling), None
     is_packed = attention_mask is None or plans.is_plan(attention_mask) or "write_index" in kwargs
     if cu_seq_lens_q is not None and is_packed:
         attend = paged.attend_apart if torch.compiler.is_compiling() else paged.attend

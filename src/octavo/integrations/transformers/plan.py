@@ -134,6 +134,12 @@ def undeferred(mask: Tensor | None) -> Tensor | None:
     return found.dense() if isinstance(found, Deferred) else mask
 
 
+def carried_by(mask: Tensor | None) -> Plan | None:
+    """The plan that rides along with a mask, if one does."""
+    found = None if torch.compiler.is_compiling() else getattr(mask, _ATTRIBUTE, None)
+    return found if isinstance(found, Plan) else None
+
+
 def is_plan(mask: Any) -> bool:
     """Whether an attention mask is a plan."""
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] == 3

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from octavo.errors import UnsupportedKernelConfig
@@ -18,6 +19,17 @@ Output = tuple[Tensor, Tensor | None]
 def needs_gradients(*tensors: Tensor | None) -> bool:
     """Whether autograd wants a graph behind what these are used for; Octavo's kernels leave none."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def decode(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """sdpa of one new token that sees every key: torch's operator, and no more Python than that.
+
+    query (B, H, 1, D) over key and value (B, KVH, T, D); returns (B, 1, H, D).
+    """
+    out = functional.scaled_dot_product_attention(
+        query, key, value, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous()
 
 
 def attend(
