@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from octavo.errors import UnsupportedKernelConfig
-from octavo.integrations.transformers import attention, dense, octavo_mask, paged_attention
+from octavo.integrations.transformers import attention, dense, octavo_mask, paged_attention, stock
 from octavo.integrations.transformers import plan as plans
 from octavo.kernels import backend
 
@@ -125,14 +125,8 @@ def test_few_keys_none_of_them_hidden_are_left_to_torch_on_a_gpu():
     assert not _is_launch_bound(wide, plan(), None, None)
 
 
-@pytest.mark.parametrize(("dim", "v_dim"), [(288, 288), (24, 16)])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
 def test_a_step_that_is_left_to_torch_is_what_sdpa_makes_of_it(heads: tuple[int, int]) -> None:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    from octavo.integrations.transformers import plan as plans
-    from octavo.integrations.transformers import stock
-
     class Layer(torch.nn.Module):
         num_key_value_groups, is_causal, layer_idx = heads[0] // heads[1], True, 0
 
@@ -148,6 +142,7 @@ def test_a_step_that_is_left_to_torch_is_what_sdpa_makes_of_it(heads: tuple[int,
     assert plans.carried_by(None) is None
 
 
+@pytest.mark.parametrize(("dim", "v_dim"), [(288, 288), (24, 16)])
 def test_head_dimensions_without_a_kernel_run_as_sdpa_and_that_is_said(dim, v_dim, caplog, monkeypatch):
     monkeypatch.setattr("octavo.integrations.transformers.masks._said", set())
     q, k, v = by_token(2, 3, 6, dim), by_head(2, 3, 2, dim), by_head(2, 3, 2, v_dim)
