@@ -1,6 +1,6 @@
 """A server and the official client: a stream, an answer in a format, a forced tool call.
 
-Needs, in a clone: pip install '.[serve]' openai
+Needs, in a clone: pip install -e '.[serve]' openai
 """
 
 import contextlib

@@ -1,5 +1,7 @@
 """Transformers' continuous batching on Octavo's kernels: requests of any length share one paged cache.
 
+Needs, in a clone: pip install -e '.[transformers]'
+
 With a model of the Hugging Face hub the two lines about a folder fall away:
 AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", attn_implementation="octavo").
 """
