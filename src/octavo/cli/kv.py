@@ -103,7 +103,7 @@ def kv(
         str, typer.Option(help="auto (the checkpoint's), float32, float16, bfloat16, float8_e4m3 or int8.")
     ] = "auto",
     kv_scales: Annotated[
-        str, typer.Option(help="Scales of a one-byte cache: tensor, or token_head (fp32 each), as the engine has.")
+        str, typer.Option(help="Scales of a one-byte cache: tensor, or token_head (the engine's).")
     ] = "tensor",
     block_size: Annotated[int, typer.Option(help="Tokens per block, a power of two.")] = 16,
     memory: Annotated[

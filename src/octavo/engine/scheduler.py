@@ -86,7 +86,8 @@ class Scheduler:
         if num_prompt_tokens >= self.max_model_len:
             raise RequestError(
                 f"prompt has {num_prompt_tokens} tokens; max_model_len={self.max_model_len} leaves room for "
-                f"at most {self.max_model_len - 1} and one new token; shorten it, or raise max_model_len where the model allows more"
+                f"at most {self.max_model_len - 1} and one new token; shorten it, or raise "
+                "max_model_len where the model allows more"
             )
         if num_prompt_tokens > self.num_cacheable_tokens:
             raise CapacityError(

@@ -231,7 +231,8 @@ class AsyncEngine:
             self._listener.refused("invalid")
             raise RequestError(
                 f"prompt has {num_tokens} tokens; max_model_len={self.model.max_model_len} leaves room for "
-                f"at most {longest} and one new token; shorten it, or raise max_model_len where the model allows more"
+                f"at most {longest} and one new token; shorten it, or raise "
+                "max_model_len where the model allows more"
             )
         if (width := params.prompt_logprobs) and num_tokens * width > MAX_PROMPT_LOGPROBS:
             self._listener.refused("invalid")
