@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import gc
 import subprocess
 import sys
 import time
@@ -142,11 +143,12 @@ async def serve(model: str, interval_s: float, num_groups: int = 1) -> None:
     from octavo.serve.engine_process import freeze_what_is_loaded
     from octavo.serve.metrics import Metrics
     from octavo.serve.process import EngineProcess
+    from octavo.serve.run import COLLECT_AFTER, listen
     from octavo.serve.run import _uvicorn_config as uvicorn_config
-    from octavo.serve.run import listen
     from octavo.serve.settings import ServeSettings
     from octavo.text.tokenizer import load_tokenizer
 
+    gc.set_threshold(*COLLECT_AFTER)  # as `octavo serve` does
     settings = ServeSettings(port=0)
     metrics = Metrics()
     engine = AsyncEngine(settings, metrics)

@@ -41,7 +41,7 @@ logger = logging.getLogger("octavo.serve")
 _BACKLOG: Final = 2048
 _LAST_WORDS_S: Final = 5.0
 """What answers that have ended may take to reach their clients."""
-_COLLECT_AFTER: Final = (50_000, 20, 100)
+COLLECT_AFTER: Final = (50_000, 20, 100)
 """Objects made between two looks for garbage. By default a body of many objects is gone over again and again
 while it is read, which takes four times as long as reading it.
 """
@@ -55,7 +55,7 @@ def serve(config: EngineConfig, settings: ServeSettings, say: Callable[[str], No
     Raises ConfigError when the address cannot be had, and whatever the model cannot be loaded for.
     """
     _allow_many_connections()
-    gc.set_threshold(*_COLLECT_AFTER)
+    gc.set_threshold(*COLLECT_AFTER)
     access_log.configure(settings.log_format)
     listener = listen(settings)
     with contextlib.closing(listener):
