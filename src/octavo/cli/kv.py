@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cache.sizing import RequestSizing, format_bytes, num_blocks_for_bytes, parse_memory, size_requests
-from octavo.cache.spec import KVCacheSpec
+from octavo.cache.spec import DTYPE_BYTES, KVCacheSpec
 from octavo.errors import CapacityError, ConfigError, ModelError
 from octavo.models.config import load_json
 from octavo.models.shapes import KNOWN_SHAPES, known_shape, max_positions, spec_from_config, suggest_shape
@@ -100,11 +100,20 @@ def kv(
     ] = None,
     requests: Annotated[int, typer.Option(help="Number of such requests at once.")] = 1,
     kv_dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's), float32, float16, bfloat16, float8_e4m3 or int8.")
+        str,
+        typer.Option(
+            "--kv-cache-dtype",
+            "--kv-dtype",
+            help="auto (the checkpoint's), float32, float16, bfloat16, fp8 or int8.",
+        ),
     ] = "auto",
     kv_scales: Annotated[
-        str, typer.Option(help="Scales of a one-byte cache: tensor, or token_head (the engine's).")
-    ] = "tensor",
+        str | None,
+        typer.Option(
+            help="Scales of an fp8 or int8 cache: token_head or tensor. Default: token_head, as the engine.",
+            show_default=False,
+        ),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block, a power of two.")] = 16,
     memory: Annotated[
         str | None, typer.Option(help="Memory for the cache, such as 24GiB.", show_default=False)
@@ -150,12 +159,14 @@ def estimate_model(
     max_len: int | None = None,
     num_requests: int = 1,
     kv_dtype: str = "auto",
-    kv_scales: str = "tensor",
+    kv_scales: str | None = None,
     block_size: int = 16,
     memory_bytes: int | None = None,
 ) -> Estimate:
-    """The figures for `model`; ModelError when it is unknown, ConfigError when a number makes no sense,
-    CapacityError when the memory does not hold one block.
+    """The figures for `model`: those of the engine's own cache unless `kv_scales` says otherwise.
+
+    ModelError when it is unknown, ConfigError when a number makes no sense, CapacityError when the memory
+    does not hold one block.
     """
     for name, value in (("--context", context), ("--max-len", max_len), ("--requests", num_requests)):
         if value is not None and not 1 <= value <= MAX_CONTEXT:
@@ -316,8 +327,22 @@ def _print_table(estimate: Estimate) -> None:
             row("fit with windows applied", f"{sizing.windowed_requests_fit:,}")
     print(f"KV cache of {estimate.model}: {_describe_layout(spec)}")
     Console().print(table)
-    if estimate.is_checkpoint_dtype and spec.dtype != "float32":
-        print(f"These are {spec.dtype} figures; on a CPU the engine takes float32 (--kv-dtype float32).")
+    if DTYPE_BYTES[spec.dtype] == 1:
+        print(_describe_scales(spec))
+    elif estimate.is_checkpoint_dtype and spec.dtype != "float32":
+        print(
+            f"These are {spec.dtype} figures; on a CPU the engine takes float32 (--kv-cache-dtype float32)."
+        )
+
+
+def _describe_scales(spec: KVCacheSpec) -> str:
+    if not spec.has_token_scales:
+        return "Scales are not counted; without --kv-scales these are the engine's figures, which keeps them."
+    name = "fp8" if spec.dtype == "float8_e4m3" else spec.dtype
+    return (
+        f"With the scales that the engine keeps: on a GPU it allocates this for --kv-cache-dtype {name}. "
+        "--kv-scales tensor leaves them out."
+    )
 
 
 def _describe_layout(spec: KVCacheSpec) -> str:

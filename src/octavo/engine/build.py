@@ -21,7 +21,7 @@ from octavo.cache.sizing import (
 )
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import KVCache, storage_dtype
-from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, QUANTIZED_KV_CACHE_DTYPES, EngineConfig
+from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.core import Engine
 from octavo.engine.graph import CudaCapture
@@ -47,13 +47,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     may_shrink = config.max_num_batched_tokens is None
     config = _resolve(config, loaded)
     assert config.max_model_len is not None
-    is_quantized = config.kv_cache_dtype in QUANTIZED_KV_CACHE_DTYPES
-    spec = kv_cache_spec(
-        loaded.config,
-        dtype=config.kv_cache_dtype,
-        block_size=config.block_size,
-        scales="token_head" if is_quantized else "tensor",
-    )
+    spec = kv_cache_spec(loaded.config, dtype=config.kv_cache_dtype, block_size=config.block_size)
     is_compiled = _is_compiled(loaded, spec)
     config, num_blocks = _fitting(config, loaded, spec, may_shrink)
     assert config.max_model_len is not None
