@@ -157,6 +157,48 @@ def test_the_trace_has_one_record_a_step(octavo, tiny, tmp_path):
     assert len(records) == 6
 
 
+QUESTION = "'What is the capital of France?'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], f"a model and a prompt are needed, for example: octavo generate smollm2-135m {QUESTION}"),
+        ([""], f"a model and a prompt are needed, for example: octavo generate smollm2-135m {QUESTION}"),
+        (
+            ["some prompt"],
+            "the model is missing: it stands before the prompt, and 'some prompt' is none; "
+            "for example: octavo generate smollm2-135m 'some prompt'",
+        ),
+        (
+            ["hello", "--max-tokens", "3"],
+            "the model is missing: it stands before the prompt, and 'hello' is none; "
+            "for example: octavo generate smollm2-135m hello",
+        ),
+        (
+            ["What is 1/2?", "And 1/3?"],
+            "the model is missing: it stands before the prompt, and 'What is 1/2?' is none; "
+            "for example: octavo generate smollm2-135m 'What is 1/2?'",
+        ),
+        (["smollm2-135m"], f"the prompt is missing, for example: octavo generate smollm2-135m {QUESTION}"),
+        (["a/b c.gguf"], "the model is missing: it stands before the prompt, and 'a/b c.gguf' is none; "
+         "for example: octavo generate smollm2-135m 'a/b c.gguf'"),
+        (["some/folder"], f"the prompt is missing, for example: octavo generate some/folder {QUESTION}"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_told_with_an_example(octavo, arguments, line):
+    expected = f"octavo: error: {line}; see `octavo generate --help`\n"
+    assert octavo("generate", *arguments) == (2, "", expected)
+
+
+def test_a_folder_with_a_space_in_its_name_is_a_model(octavo, tiny, tmp_path):
+    folder = tmp_path / "my model"
+    folder.symlink_to(tiny[0])
+    status, out, err = octavo("generate", folder, *tiny[1:], *OPTIONS, "--raw", "abc")
+    assert (status, err) == (0, "")
+    assert out == expected_text(tiny[0], "abc")[0] + "\n"
+
+
 def test_bad_input_is_one_line(octavo, tiny, tmp_path):
     cases = [
         (("generate", tmp_path / "nothing", "abc"), "nothing"),

@@ -51,8 +51,10 @@ def test_no_arguments_show_the_help(octavo):
             "No such option: --max-tokns (did you mean '--max-tokens'?); see `octavo generate --help`",
         ),
         (["chat", "--zzzzzz"], "No such option: --zzzzzz; see `octavo chat --help`"),
-        (["generate"], "Missing argument 'MODEL'; see `octavo generate --help`"),
-        (["generate", "m"], "Missing argument 'PROMPT'; see `octavo generate --help`"),
+        (
+            ["serve"],
+            "Missing argument 'MODEL', for example: octavo serve smollm2-135m; see `octavo serve --help`",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(octavo, arguments, line):

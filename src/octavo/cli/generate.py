@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from octavo.cli.options import EngineOptions, Model, SamplingOptions, expands
 from octavo.cli.session import describe_timing, open_llm, output_as_json, read_stdin
-from octavo.errors import RequestError
+from octavo.errors import RequestError, shown
+from octavo.models.source import names_model
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -20,7 +23,36 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+class _Generate(TyperCommand):
+    """Says which of MODEL and PROMPT is missing: what stands first is taken for the model."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            rest = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            missing = type(error).__name__ == "MissingParameter" and error.param is not None
+            if not missing or error.param.name not in ("model", "prompts"):
+                raise
+            _explain_missing(ctx, ctx.params.get("model"))
+        model = ctx.params["model"]
+        if len(model.split()) > 1 and not names_model(model):
+            _explain_missing(ctx, model)
+        return rest
+
+
+def _explain_missing(ctx: Any, model: str | None) -> NoReturn:
+    question = "'What is the capital of France?'"
+    if not model:
+        ctx.fail(f"a model and a prompt are needed, for example: octavo generate smollm2-135m {question}")
+    if names_model(model):
+        ctx.fail(f"the prompt is missing, for example: octavo generate {shlex.quote(model)} {question}")
+    ctx.fail(
+        f"the model is missing: it stands before the prompt, and {shown(model)} is none; for example: "
+        f"octavo generate smollm2-135m {shlex.quote(model)}"
+    )
+
+
+@app.command(cls=_Generate)
 @expands(sampling=SamplingOptions, engine=EngineOptions)
 def generate(
     model: Model,

@@ -193,4 +193,6 @@ def _describe_usage_error(error: Any) -> str:
         message = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "octavo"
+    if isinstance(error, _click_errors.MissingParameter) and error.param.name == "model":
+        message += f", for example: {where} smollm2-135m"
     return f"{message}; see `{where} --help`"

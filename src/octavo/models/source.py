@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +62,12 @@ def resolve_model(
             f"revision: {revision!r} was given, but {model!r} is local; only a repository id has revisions"
         )
     return source
+
+
+def names_model(text: str) -> bool:
+    """Whether `text` is a model's name or path, or has the form of one, which a prompt seldom has."""
+    has_form = _looks_like_path(text) and not any(letter.isspace() for letter in text)
+    return text in BUILT_IN_MODELS or has_form or os.path.exists(text) or bool(_did_you_mean(text))
 
 
 def _looks_like_path(model: str) -> bool:
