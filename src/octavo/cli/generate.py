@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -30,23 +30,23 @@ class _Generate(TyperCommand):
         try:
             rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            missing = type(error).__name__ == "MissingParameter" and error.param is not None
-            if not missing or error.param.name not in ("model", "prompts"):
-                raise
-            _explain_missing(ctx, ctx.params.get("model"))
+            is_missing = type(error).__name__ == "MissingParameter"
+            if is_missing and getattr(error.param, "name", None) in ("model", "prompts"):
+                ctx.fail(_what_is_missing(ctx.params.get("model") or ""))
+            raise
         model = ctx.params["model"]
         if len(model.split()) > 1 and not names_model(model):
-            _explain_missing(ctx, model)
+            ctx.fail(_what_is_missing(model))
         return rest
 
 
-def _explain_missing(ctx: Any, model: str | None) -> NoReturn:
+def _what_is_missing(model: str) -> str:
     question = "'What is the capital of France?'"
     if not model:
-        ctx.fail(f"a model and a prompt are needed, for example: octavo generate smollm2-135m {question}")
+        return f"a model and a prompt are needed, for example: octavo generate smollm2-135m {question}"
     if names_model(model):
-        ctx.fail(f"the prompt is missing, for example: octavo generate {shlex.quote(model)} {question}")
-    ctx.fail(
+        return f"the prompt is missing, for example: octavo generate {shlex.quote(model)} {question}"
+    return (
         f"the model is missing: it stands before the prompt, and {shown(model)} is none; for example: "
         f"octavo generate smollm2-135m {shlex.quote(model)}"
     )
