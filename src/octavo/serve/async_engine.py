@@ -49,6 +49,7 @@ from octavo.serve.messages import (
     Submit,
     ToEngine,
     ToFront,
+    Tokens,
     Watch,
 )
 from octavo.serve.process import EngineProcess
@@ -336,16 +337,20 @@ class AsyncEngine:
         steps: list[News] = []
         ended: list[RequestOutput] = []
         has_tokens: dict[Generation, bool] = {}
+        told: list[str] = []
+        is_alone = len(messages) == 1
         for message in messages:
             if isinstance(message, News):
                 self._heard()
+                self._got_tokens(message.tokens, has_tokens, told if is_alone else None)
                 ended += self._got_news(message, has_tokens)
                 steps.append(message)
             else:
                 self._got_word(message)
         for generation in has_tokens:
             generation.wake()
-        self._listener.told([one.request_id for one, has_any in has_tokens.items() if has_any])
+        told += [one.request_id for one, has_any in has_tokens.items() if has_any]
+        self._listener.told(told)
         for output in ended:
             self._listener.finished(output)
         for news in steps:
@@ -384,6 +389,23 @@ class AsyncEngine:
         if self._state == "stuck":
             self._set_state("ready")
 
+    def _got_tokens(self, tokens: Tokens, has_tokens: dict[Generation, bool], told: list[str] | None) -> None:
+        """`told` gets those whose readers have it already; None is to tell none, as more may come for them.
+        `has_tokens` gets the others.
+        """
+        generations = self._generations
+        for request_id, text, token_id in zip(
+            tokens.request_ids, tokens.texts, tokens.token_ids, strict=True
+        ):
+            generation = generations.get(request_id)
+            if generation is None or generation.error is not None:
+                continue
+            if told is not None and (offer := generation.on_text) is not None and offer(text):
+                told.append(request_id)
+            else:
+                generation.put_token(text, token_id)
+                has_tokens[generation] = True
+
     def _got_news(self, news: News, has_tokens: dict[Generation, bool]) -> list[RequestOutput]:
         """Returns what ended. `has_tokens` gets those to be woken, and whether there is a token for them."""
         ended = []
@@ -392,14 +414,6 @@ class AsyncEngine:
                 self._leave_queue(generation)
                 self._wait_s = self._heard_s - generation.submitted_s
         generations = self._generations
-        tokens = news.tokens
-        for request_id, text, token_id in zip(
-            tokens.request_ids, tokens.texts, tokens.token_ids, strict=True
-        ):
-            generation = generations.get(request_id)
-            if generation is not None and generation.error is None:
-                generation.put_token(text, token_id)
-                has_tokens[generation] = True
         for item in news.items:
             generation = generations.get(item.request_id)
             if generation is None:

@@ -30,6 +30,7 @@ from octavo.errors import ConfigError
 from octavo.serve import access_log
 from octavo.serve.app import create_app
 from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.direct import DirectWriter
 from octavo.serve.engine_process import freeze_what_is_loaded
 from octavo.serve.messages import ModelCard
 from octavo.serve.metrics import Metrics
@@ -207,6 +208,7 @@ class _Listening(asyncio.Protocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:  # of the protocol with httptools only
         self._answered = cycle
+        DirectWriter.offer(cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[misc]
 
     def connection_lost(self, error: Exception | None) -> None:
