@@ -15,6 +15,8 @@ import gc
 import ipaddress
 import logging
 import math
+import os
+import re
 import signal
 import socket
 import sys
@@ -27,6 +29,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.models.source import resolve_model
 from octavo.serve import access_log
 from octavo.serve.app import create_app
 from octavo.serve.async_engine import AsyncEngine
@@ -53,14 +56,24 @@ _MAX_EARLY_BYTES: Final = 2**16
 def serve(config: EngineConfig, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
     """Serve until a signal. `say` gets the lines for the one who started it; the log goes to standard error.
 
-    Raises ConfigError when the address cannot be had, and whatever the model cannot be loaded for.
+    Before anything listens it raises ModelError for a name under which there can be no model, and ConfigError
+    when the address cannot be had; later whatever the model cannot be loaded for.
     """
     _allow_many_connections()
     gc.set_threshold(*COLLECT_AFTER)
+    _check_name(config)
     access_log.configure(settings.log_format)
     listener = listen(settings)
     with contextlib.closing(listener):
         asyncio.run(_Server(config, settings, listener, say).run())
+
+
+def _check_name(config: EngineConfig) -> None:
+    """ModelError for a model that cannot be there. Only loading can tell that of a repository."""
+    model = config.model
+    may_be_repository = re.fullmatch(r"\w[^/\\]*/[^/\\]+", model) and not model.endswith(".gguf")
+    if not may_be_repository or os.path.exists(model):
+        resolve_model(model, config.revision, files="config")
 
 
 def listen(settings: ServeSettings) -> socket.socket:
