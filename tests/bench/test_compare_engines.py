@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,12 +197,13 @@ def test_every_row_is_measured_in_turn_and_the_figures_are_those_of_the_engines(
             "it did not start: ",
         ),
         ("die at", "it died (exit status 3): the last words", "lost before: "),
-        ("hang at", "no answer in 1 s", "lost before: "),
+        ("hang at", "no answer in 4 s", "lost before: "),
         ("error at", "RuntimeError: no memory", None),
     ],
 )
 def test_a_peer_that_fails_is_told_of_and_the_rest_goes_on(bench, plan, first, later):
-    options = ("--peers", f"vllm,other={bench.fake}", "--tasks", "nano,single", "--timeout", "1")
+    patience = "4" if plan == "hang at" else "120"
+    options = ("--peers", f"vllm,other={bench.fake}", "--tasks", "nano,single", "--timeout", patience)
     status, result, noted = bench(*options, plan={"vllm": {plan: 2, "helper": 1}})
     assert status == 0
     rows = rows_of(result)
@@ -235,12 +237,13 @@ def test_octavo_gets_another_chance_in_the_next_task(bench):
 
 
 def test_what_cannot_end_in_time_is_not_begun(bench, capsys):
-    tasks = ("--peers", "none", "--tasks", "nano,start", "--rounds", "4")
+    tasks = ("--peers", "none", "--tasks", "nano,start", "--rounds", "60")
     status, result, noted = bench(*tasks, "--limit", "0.5")
     assert (status, result, noted) == (1, None, [])
-    assert "nano/tiny/bf16: left out: 0 s left, about 2 needed" in capsys.readouterr().out
+    assert re.search(r"nano/tiny/bf16: left out: 0 s left, about \d+ needed", capsys.readouterr().out)
 
-    status, result, _ = bench(*tasks, "--limit", "2.5", plan={"octavo": {"start_s": 0.5}})
+    # Starts took half a second at the least, so that sixty more are sure to take too long.
+    status, result, _ = bench(*tasks, "--limit", "30", plan={"octavo": {"start_s": 0.5}})
     assert status == 0
     assert list(rows_of(result)) == ["nano/tiny/bf16"]
     assert result["failed"].keys() == {"start/tiny"}
@@ -289,12 +292,12 @@ def test_the_engines_end_with_the_program(bench):
     plan = json.dumps({"vllm": {"hang at": 1, "helper": 1}})
     bench.notes.write_text("")
     with subprocess.Popen(command, env={**os.environ, "PLAN": plan}, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while '"name": "vllm"' not in bench.notes.read_text() or bench.notes.read_text().count("\n") < 4:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+        assert process.wait(120) == 128 + signal.SIGTERM
     pids = {pid for line in bench.notes.read_text().splitlines() for pid in json.loads(line)["pids"]}
     assert len(pids) == 3
     assert all(map(is_gone, pids))

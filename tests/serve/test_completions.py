@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 
 import pytest
 from helpers.serve import Answer, events_of, eventually, run, scripted_client, scripted_engine
@@ -11,6 +12,7 @@ from octavo.serve.app import create_app
 from octavo.serve.messages import Abort
 from octavo.serve.metrics import Metrics
 from octavo.serve.settings import ServeSettings
+from octavo.text.tokenizer import Tokenizer
 
 ANSWER = Answer(["ab", "c"], stop_reason=None, num_cached_tokens=1)
 
@@ -533,6 +535,29 @@ def test_a_batch_that_never_fits_is_400_and_one_that_does_not_fit_now_is_429_and
     assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
     assert "12 tokens in 2 prompts; this server takes at most 10" in never.json()["error"]["message"]
     assert (by_tokens.status_code, by_number.status_code, num_submitted) == (429, 429, 1)
+
+
+def test_while_a_long_prompt_is_turned_into_tokens_others_are_answered(monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+    encode = Tokenizer.encode
+
+    def held(self, text, **options):
+        if len(text) > 2000:
+            begun.set()
+            assert may_end.wait(30)  # on the event loop it would wait in vain
+        return encode(self, text, **options)
+
+    async def test():
+        async with scripted_client(Answer(["a"])) as (client, _):
+            monkeypatch.setattr(Tokenizer, "encode", held)
+            long = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a" * 5000}))
+            await eventually(begun.is_set)
+            short = await client.post("/v1/completions", json={"prompt": "a"})
+            assert (short.status_code, long.done()) == (200, False)
+            may_end.set()
+            assert (await long).json()["error"]["code"] == "context_length_exceeded"
+
+    run(test())
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])

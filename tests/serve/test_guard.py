@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 import pytest
 import uvicorn
-from helpers.serve import Answer, eventually, run, scripted_client, scripted_engine
+from helpers.serve import PATIENCE_S, Answer, eventually, run, scripted_client, scripted_engine
 from starlette.responses import Response
 
 from octavo.errors import ConfigError
@@ -299,7 +299,7 @@ def test_a_client_that_sends_far_too_much_can_still_read_why(is_chunked):
             if is_chunked:
                 content = in_chunks(content, 100_000)
             url = f"http://127.0.0.1:{port}/v1/completions"
-            return await client.post(url, content=content, headers=JSON, timeout=30)
+            return await client.post(url, content=content, headers=JSON, timeout=PATIENCE_S)
 
     assert run(test()).status_code == 413
 
@@ -312,7 +312,7 @@ def test_a_client_that_asks_before_it_sends_is_refused_at_once():
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 101\r\n"
                 b"Expect: 100-continue\r\n\r\n"
             )
-            answer = await asyncio.wait_for(reader.read(), 5)
+            answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
             writer.close()
             return answer
 
@@ -326,7 +326,7 @@ def test_a_body_that_never_ends_is_given_up(monkeypatch):
         async with over_sockets(Answer(["a"]), ServeSettings()) as (port, link):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-            first = await asyncio.wait_for(reader.readline(), 5)
+            first = await asyncio.wait_for(reader.readline(), PATIENCE_S)
             writer.close()
             return first, link.submitted
 
@@ -351,6 +351,17 @@ def test_only_so_many_large_bodies_arrive_at_once_and_small_ones_always(monkeypa
     monkeypatch.setattr(guard, "NUM_LARGE_BODIES", 2)
     monkeypatch.setattr(guard, "SMALL_BODY_BYTES", 100)
     settings = ServeSettings(max_body_bytes=1000)
+    limits = []
+
+    class Watched(guard.BodyLimit):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            limits.append(self)
+
+    def num_arriving():
+        return sum(one._num_arriving_bytes for one in limits)
+
+    monkeypatch.setattr(guard, "BodyLimit", Watched)
 
     async def test():
         async with over_sockets(Answer(["a"]), settings) as (port, _):
@@ -361,15 +372,16 @@ def test_only_so_many_large_bodies_arrive_at_once_and_small_ones_always(monkeypa
                 arriving.append((reader, writer))
                 writer.write(head + b" " * num_bytes)
                 if num_bytes == 998:
-                    await asyncio.sleep(0.1)
+                    await eventually(lambda: num_arriving() == 998 * len(arriving))
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
                 small = await client.post("/v1/completions", json=BODY)
                 refused, refused_writer = arriving[-1]
                 refused_writer.write(b" " * 889)  # it is heard to its end before it is answered
-                status = (await asyncio.wait_for(refused.readuntil(b"\r\n\r\n"), 10)).lower()
+                status = (await asyncio.wait_for(refused.readuntil(b"\r\n\r\n"), PATIENCE_S)).lower()
                 for _, writer in arriving:
                     writer.close()
                     await writer.wait_closed()
+                await eventually(lambda: num_arriving() == 0)
                 large = await client.post("/v1/completions", content=sized(900), headers=JSON)
             return small.status_code, status, large.status_code
 

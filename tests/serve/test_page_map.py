@@ -207,7 +207,7 @@ def test_a_thousand_requests_and_fifty_thousand_blocks_are_smooth(browser: Brows
         return next_payload(engine.observer, is_full)
 
     with page_server(payload=payload) as server, page_of(browser, server.url) as page:
-        wait_until(lambda: len(page.inner_text("#running")) > 2, seconds=60)
+        wait_until(lambda: len(page.inner_text("#running")) > 2)
         times = page.evaluate(
             """async () => {
                 const { engine, map, table } = await import("/page/main.js");
@@ -331,17 +331,17 @@ def test_a_real_model_answers_and_its_blocks_come_and_go(browser: Browser) -> No
     ):
         page.fill("#prompt", "Tell me a long story about a lighthouse.")
         page.keyboard.press("Enter")
-        wait_until(lambda: number(page, "#num-owned") >= 4, seconds=60)
+        wait_until(lambda: number(page, "#num-owned") >= 4)
         assert page.locator(".line").first.is_visible()
         first = number(page, ".line .blocks")
         page.locator("button[data-action=row]").click()
         page.wait_for_selector('.line[aria-selected="true"]')
-        wait_until(lambda: number(page, ".line .blocks") > first, seconds=60)
+        wait_until(lambda: number(page, ".line .blocks") > first)
         page.click("#stop")
-        wait_until(lambda: number(page, "#num-owned") == 0, seconds=60)
+        wait_until(lambda: number(page, "#num-owned") == 0)
         assert number(page, "#num-cached") >= 4  # what was computed can be found again
         page.click("button[data-action=again]")
-        wait_until(lambda: number(page, "#num-owned") >= 3, seconds=60)
+        wait_until(lambda: number(page, "#num-owned") >= 3)
         page.click("#stop")
         page.wait_for_selector("#send:not([hidden])")
         status = json.loads(page.evaluate("fetch('/v1/engine/state').then((answer) => answer.text())"))
