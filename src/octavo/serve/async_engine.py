@@ -54,6 +54,7 @@ from octavo.serve.messages import (
 )
 from octavo.serve.process import EngineProcess
 from octavo.serve.settings import ServeSettings
+from octavo.serve.waiting_room import WaitingRoom
 from octavo.serve.watcher import Watcher
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -64,7 +65,6 @@ INLINE_CHARACTERS: Final = 2_000
 """Work on texts up to this length (about a millisecond) is done on the event loop, the rest in threads."""
 _CHARACTERS_PER_TOKEN: Final = 4
 _MAX_THREADS: Final = 2
-_MAX_RETRY_AFTER_S: Final = 60.0
 MAX_PROMPT_LOGPROBS: Final = 100_000
 """Log probabilities of a prompt come in one message, made between two steps."""
 _REASONS: Final = {"RequestError": "invalid", "CapacityError": "capacity", "OverloadedError": "overloaded"}
@@ -92,11 +92,7 @@ class AsyncEngine:
         # Of answers that are not streamed: those of each continuation so far.
         self._logprobs: dict[str, dict[int, list[dict[int, Logprob]]]] = {}
         self._num_active = 0
-        self._num_waiting = 0
-        self._num_waiting_tokens = 0
-        self._num_texts = 0
-        self._num_text_tokens = 0
-        self._wait_s = 1.0
+        self._room = WaitingRoom(settings)
         self._heard_s = 0.0
         self._is_deaf = True
         """Whether the process would not read what it is told: it loads or hangs."""
@@ -168,7 +164,7 @@ class AsyncEngine:
     @property
     def num_waiting(self) -> int:
         """Requests that have not left the engine's queue yet."""
-        return self._num_waiting
+        return self._room.num_requests
 
     @property
     def num_active(self) -> int:
@@ -191,13 +187,8 @@ class AsyncEngine:
             return work()
         num_tokens = size // _CHARACTERS_PER_TOKEN
         self.check_room(1, num_tokens)
-        self._num_texts += 1
-        self._num_text_tokens += num_tokens
-        try:
+        with self._room.text(num_tokens):
             return await self._loop.run_in_executor(self._threads, work)
-        finally:
-            self._num_texts -= 1
-            self._num_text_tokens -= num_tokens
 
     # Requests
 
@@ -256,8 +247,7 @@ class AsyncEngine:
         self._generations[request_id] = generation
         self._num_active += 1
         self._idle.clear()
-        self._num_waiting += 1
-        self._num_waiting_tokens += num_tokens
+        self._room.enter(num_tokens)
         if self.settings.request_timeout_s is not None:
             generation.timer = self._loop.call_later(
                 self.settings.request_timeout_s, self._time_out, generation
@@ -267,24 +257,11 @@ class AsyncEngine:
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
         """OverloadedError when the queue cannot take so many requests with so many prompt tokens now."""
-        settings = self.settings
-        num_waiting = self._num_waiting + self._num_texts
-        num_waiting_tokens = self._num_waiting_tokens + self._num_text_tokens
-        if num_waiting + num_requests > settings.max_waiting_requests:
-            what = f"{num_waiting} requests are waiting, of at most {settings.max_waiting_requests} "
-            what += "(max_waiting_requests)"
-        elif num_waiting and num_waiting_tokens + num_tokens > settings.max_waiting_tokens:
-            what = (
-                f"{num_waiting_tokens} prompt tokens are waiting and {num_tokens} more came; at most "
-                f"{settings.max_waiting_tokens} may wait (max_waiting_tokens)"
-            )
-        else:
-            return
-        self._listener.refused("overloaded")
-        retry_after_s = min(max(self._wait_s, 1.0), _MAX_RETRY_AFTER_S)
-        raise OverloadedError(
-            f"the server is busy: {what}; try again in {retry_after_s:.0f} s", retry_after_s
-        )
+        try:
+            self._room.check(num_requests, num_tokens)
+        except OverloadedError:
+            self._listener.refused("overloaded")
+            raise
 
     # The page
 
@@ -412,7 +389,7 @@ class AsyncEngine:
         for request_id in news.started:
             if (generation := self._generations.get(request_id)) is not None:
                 self._leave_queue(generation)
-                self._wait_s = self._heard_s - generation.submitted_s
+                self._room.last_wait_s = self._heard_s - generation.submitted_s
         generations = self._generations
         for item in news.items:
             generation = generations.get(item.request_id)
@@ -459,8 +436,7 @@ class AsyncEngine:
     def _leave_queue(self, generation: Generation) -> None:
         if not generation.is_started:
             generation.is_started = True
-            self._num_waiting -= 1
-            self._num_waiting_tokens -= len(generation.prompt_token_ids)
+            self._room.leave(len(generation.prompt_token_ids))
 
     def _end(self, generation: Generation) -> None:
         """It no longer counts, whatever the engine still has to say about it. Ending it twice is a no-op."""
