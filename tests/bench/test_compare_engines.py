@@ -75,13 +75,14 @@ def bench(monkeypatch, tmp_path):
     def run(*arguments, plan=None):
         notes.write_text("")
         monkeypatch.setenv("PLAN", json.dumps(plan or {}))
-        path = tmp_path / "result.json"
+        path, run.noted = run.path, []
         status = program.main([str(folder), "--json", str(path), "--scale", "0.02", *arguments])
         run.noted = [json.loads(line) for line in notes.read_text().splitlines()]
         noted = [note for note in run.noted if "number" in note]
         return status, read_result(path) if path.exists() else None, noted
 
     run.fake, run.notes, run.folder, run.race, run.program = fake, notes, folder, race, program
+    run.path = tmp_path / "result.json"
     return run
 
 
@@ -250,35 +251,56 @@ def test_what_cannot_end_in_time_is_not_begun(bench, capsys):
     assert result["failed"]["start/tiny"].startswith("left out: ")
 
 
-def test_rows_of_another_run_are_kept_when_asked_for(bench):
-    bench("--peers", "vllm", "--tasks", "nano")
-    _, result, _ = bench("--peers", "none", "--tasks", "single", "--add")
-    assert list(rows_of(result)) == ["nano/tiny/bf16", "single/tiny"]
+def test_one_file_is_made_by_several_commands(bench, capsys):
+    bench("--peers", "vllm", "--tasks", "nano,single")
+    plan = {"vllm": {"no start": 1}}
+    _, result, _ = bench("--peers", "vllm", "--tasks", "single,prefill", "--append", plan=plan)
+    assert [(row["name"], list(row["peers"])) for row in result["rows"]] == [
+        ("nano/tiny/bf16", ["vllm"]), ("single/tiny", []), ("prefill/1x41/tiny/e2e", []),
+        ("prefill/1x164/tiny/e2e", []),
+    ]  # fmt: skip
+    assert "single/tiny, vllm" in result["failed"]
     assert result["versions"]["vllm"] == "9.9"
-    assert [part.split(" --tasks ")[1].split()[0] for part in result["command"].split("; ")] == [
-        "nano",
-        "single",
-    ]
+    _, result, _ = bench("--peers", "vllm", "--tasks", "single", "--append")
+    assert "single/tiny, vllm" not in result["failed"]
+    assert "prefill/1x41/tiny/e2e, vllm" in result["failed"]
+    assert rows_of(result)["single/tiny"]["ratio"] == {"vllm": 2.0}
+    told = [part.split(" --tasks ")[1].split()[0] for part in result["command"].split("; ")]
+    assert told == ["nano,single", "single,prefill", "single"]
     _, result, _ = bench("--peers", "none", "--tasks", "single")
     assert list(rows_of(result)) == ["single/tiny"]
 
-
-def test_failures_of_other_rows_are_kept_and_those_of_a_row_measured_again_are_not(bench):
-    done = {"start/tiny", "nano/tiny/bf16"}
-    again = ["start/tiny", "start/tiny, vllm", "nano/tiny/bf16", "nano/tiny/bf16, octavo bf16"]
-    kept = ["start/tiny, no kernels on disk", "nano/tiny/bf16x", "single/tiny", "single/tiny, vllm"]
-    assert [name for name in (*again, *kept) if bench.program._is_of(name, done)] == again
-    assert bench.program._is_of("start/tiny, no kernels on disk", {"start/tiny, no kernels on disk"})
+    bench.path.write_text(json.dumps({**result, "commit": "f00"}))
+    with pytest.raises(SystemExit):
+        bench("--peers", "none", "--tasks", "nano", "--append")
+    assert "cannot be appended to: it is of commit 'f00'" in capsys.readouterr().err
+    assert bench.noted == []
 
 
 def test_a_promise_is_the_hardest_of_its_multiples(bench):
     name = "shared_prefix/64x8192+128/qwen3-8b"
+
+    def floor(*arguments):
+        options = bench.program.parse(["qwen3-8b", *arguments])
+        return bench.program.row_of(options, name, "s", "lower", found, {}).floor
+
     found = {"octavo": 2.0, "vllm": 3.0, "vllm_no_prefix_cache": 6.0}
-    assert bench.program.row_of(name, "s", "lower", found, {}).floor == 2.0
+    assert floor() == 2.0
+    assert floor("--octavo", "deterministic=true") is None
     found["vllm_no_prefix_cache"] = 30.0
-    assert bench.program.row_of(name, "s", "lower", found, {}).floor == 3.0
+    assert floor() == 3.0
     del found["vllm"], found["vllm_no_prefix_cache"]
-    assert bench.program.row_of(name, "s", "lower", found, {}).floor is None
+    assert floor() is None
+
+
+def test_another_mode_has_no_promises(bench, monkeypatch):
+    promises = {"single/tiny": 8.0, "start/tiny": 9.0, "start/tiny, no kernels on disk": 25.0}
+    monkeypatch.setattr(bench.program, "PROMISES", promises)
+    found = []
+    for options in ((), ("--octavo", "deterministic=true")):
+        _, result, _ = bench("--peers", "none", "--tasks", "single,start", "--rounds", "1", *options)
+        found.append({row["name"]: row["floor"] for row in result["rows"]})
+    assert found == [promises, dict.fromkeys(promises)]
 
 
 def test_the_engines_end_with_the_program(bench):
