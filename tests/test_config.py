@@ -20,6 +20,12 @@ def test_a_device_that_was_left_open_is_filled_in() -> None:
     assert config.replace(max_num_batched_tokens=7).on_device("cpu").max_num_batched_tokens == 7
 
 
+def test_a_trace_and_a_profile_need_a_file_each() -> None:
+    EngineConfig(model="m", trace="a", profile="b")
+    with pytest.raises(ConfigError, match=r"trace and profile would both write '/.*/a'; name two files"):
+        EngineConfig(model="m", trace="./a", profile="a")
+
+
 def test_a_share_of_gpu_memory_needs_a_gpu() -> None:
     config = EngineConfig(model="m", gpu_memory=0.9)
     assert config.on_device("cuda").gpu_memory == 0.9

@@ -137,6 +137,9 @@ class EngineConfig:
             path = getattr(self, name)
             if path is not None and not (isinstance(path, str | os.PathLike) and os.fspath(path)):
                 raise ConfigError(f"{name} must be the path of a file to write, got {path!r}")
+        written = [os.path.abspath(path) for path in (self.trace, self.profile) if path is not None]
+        if len(written) != len(set(written)):
+            raise ConfigError(f"trace and profile would both write {written[0]!r}; name two files")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give only one of them")
         if self.gpu_memory is not None and (self.num_blocks is not None or self.kv_cache_memory is not None):

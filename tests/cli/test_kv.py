@@ -250,6 +250,8 @@ def test_a_missing_matplotlib_says_what_to_install(octavo, monkeypatch, tmp_path
         (["gpt2", "--context", "9", "--max-len", "8"], "--context 9 does not fit: --max-len is 8 tokens"),
         (["gpt2", "--requests", "0"], "--requests must be between 1 and"),
         (["gpt2", "--kv-dtype", "fp9"], "unknown KV cache dtype 'fp9' (did you mean 'fp8'?)"),
+        (["gpt2", "--kv-cache-dtype", ""], "unknown KV cache dtype ''; known are float32, float16"),
+        (["gpt2", "--kv-scales", ""], "unknown scales ''"),
         (["gpt2", "--kv-scales", "row"], "unknown scales 'row'"),
         (["gpt2", "--kv-scales", "token_head"], "go with int8 and float8_e4m3, not with float16"),
         (["gpt2", "--block-size", "12"], "block_size must be a power of two"),
@@ -278,7 +280,7 @@ def test_bad_input_is_one_clear_line(octavo, tmp_path, monkeypatch, arguments, m
 def test_no_model_at_all(octavo):
     status, _, err = octavo("kv")
     assert status == 2
-    assert "name a model, or use --list" in err
+    assert "name a model, for example: octavo kv qwen3-0.6b" in err
 
 
 @pytest.mark.parametrize(

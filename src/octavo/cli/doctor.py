@@ -63,6 +63,8 @@ def doctor(
 
     The exit status is 1 when something essential fails.
     """
+    if verbose and as_json:
+        raise typer.BadParameter("--json holds every check already; leave out --verbose")
     report = Report()
     if sys.stderr.isatty():
         print("checking; the first time this compiles kernels, for up to a minute", file=sys.stderr)

@@ -13,7 +13,7 @@ import typer
 
 from octavo.cache.sizing import RequestSizing, format_bytes, num_blocks_for_bytes, parse_memory, size_requests
 from octavo.cache.spec import DTYPE_BYTES, KVCacheSpec
-from octavo.errors import CapacityError, ConfigError, ModelError
+from octavo.errors import CapacityError, ConfigError, ModelError, shown
 from octavo.models.config import load_json
 from octavo.models.shapes import KNOWN_SHAPES, known_shape, max_positions, spec_from_config, suggest_shape
 from octavo.models.source import resolve_model
@@ -116,7 +116,10 @@ def kv(
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block, a power of two.")] = 16,
     memory: Annotated[
-        str | None, typer.Option(help="Memory for the cache, such as 24GiB.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Memory for the cache, such as 24GiB; says how many requests fit.", show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
@@ -126,10 +129,14 @@ def kv(
 ) -> None:
     """Size the KV cache of a model: per token, per request, and how many requests fit."""
     if list_shapes:
+        if model is not None:
+            raise typer.BadParameter(f"--list lists every known shape; leave it out to size {shown(model)}")
         _print_shapes()
         return
     if model is None:
-        raise typer.BadParameter("name a model, or use --list to see the known shapes")
+        raise typer.BadParameter(
+            "name a model, for example: octavo kv qwen3-0.6b; --list shows the known shapes"
+        )
     if plot is not None and plot.suffix.lower() not in PLOT_FORMATS:
         raise ConfigError(f"--plot must name a {' or '.join(PLOT_FORMATS)} file, got {str(plot)!r}")
     estimate = estimate_model(

@@ -96,7 +96,8 @@ def spec_from_config(
     `dtype` None means the checkpoint's, `scales` None those that the engine keeps. ModelError names a number
     that is missing or makes no sense, ConfigError a dtype, block size or scale form that does not exist.
     """
-    config, dtype = text_config(config), dtype or checkpoint_dtype(config)
+    dtype = checkpoint_dtype(config) if dtype is None else dtype
+    config = text_config(config)
     model = _engine_config(config)
     if model is not None:
         return kv_cache_spec(model, dtype=dtype, block_size=block_size, scales=scales)
