@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.chat import CHATML, tokenizer_with
+from helpers.chat import CHATML, QWEN3_STYLE, tokenizer_with
 from helpers.live import BIG_CARD
 from helpers.serve import STATS, Answer, ScriptedLink, eventually, run, scripted_engine
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -74,7 +74,10 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    monkeypatch: pytest.MonkeyPatch, protocol: type = HttpToolsProtocol, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    protocol: type = HttpToolsProtocol,
+    template: str = CHATML,
+    **options: Any,
 ) -> AsyncIterator[Served]:
     writes: list[bytes] = []
     write = DirectWriter.write
@@ -90,7 +93,7 @@ async def served(
     settings = ServeSettings(port=0, **options)
     metrics = Metrics()
     engine, link = await scripted_engine(
-        Answer(gate=asyncio.Event()), settings, listener=metrics, tokenizer=tokenizer_with(default=CHATML),
+        Answer(gate=asyncio.Event()), settings, listener=metrics, tokenizer=tokenizer_with(default=template),
         card=BIG_CARD,
     )  # fmt: skip
     with listen(settings) as listener:
@@ -265,6 +268,78 @@ def test_steps_that_came_together_are_one_direct_piece(monkeypatch):
     run(test())
 
 
+def test_text_that_is_not_all_content_goes_directly_too(monkeypatch):
+    async def test():
+        async with served(monkeypatch, template=QWEN3_STYLE) as server:
+            reader, _ = await server.ask(CHAT, {"messages": [{"role": "user", "content": "Hi"}]})
+            await reader.readuntil(b"\r\n\r\n")
+            deltas = []
+            for text in ("<think>", "Hm", "m.", "</think>", "So", " it"):
+                server.token(text)
+                if "think" not in text:
+                    events = re.findall(rb"^data: (.*)$", await chunk_of(reader), re.MULTILINE)
+                    deltas += [json.loads(event)["choices"][0]["delta"] for event in events]
+            assert deltas[1:] == [
+                {"reasoning_content": "Hm"},
+                {"reasoning_content": "m."},
+                {"content": "So"},
+                {"content": " it"},
+            ]
+            assert len(server.writes) == 3
+
+    run(test())
+
+
+def test_the_first_text_of_a_choice_comes_with_its_role_when_others_have_begun(monkeypatch):
+    async def test():
+        async with served(monkeypatch) as server:
+            reader, _ = await server.ask(CHAT, {**ASKED[CHAT], "n": 2})
+            await reader.readuntil(b"\r\n\r\n")
+            server.link.tell(server.link.submitted[0].request_id, [StreamChunk(1, "b", [0])])
+            await chunk_of(reader)
+            told = []
+            for text in "ac":
+                server.token(text)
+                events = re.findall(rb"^data: (.*)$", await chunk_of(reader), re.MULTILINE)
+                told += [json.loads(event)["choices"][0] for event in events]
+            assert [(one["index"], one["delta"]) for one in told] == [
+                (0, {"role": "assistant", "content": ""}),
+                (0, {"content": "a"}),
+                (0, {"content": "c"}),
+            ]
+
+    run(test())
+
+
+def connection(written: list[bytes]) -> SimpleNamespace:
+    """As much of uvicorn's cycle as is needed."""
+    return SimpleNamespace(
+        scope={"type": "http", "state": {}},
+        flow=SimpleNamespace(write_paused=False),
+        transport=SimpleNamespace(write=written.append),
+        disconnected=False,
+        chunked_encoding=True,
+    )
+
+
+def test_nothing_is_written_where_send_must_decide():
+    written: list[bytes] = []
+    cycle = connection(written)
+    assert DirectWriter.find(cycle.scope) is None
+    assert DirectWriter.find({"type": "http"}) is None
+    DirectWriter.offer(cycle)
+    direct = DirectWriter.find(cycle.scope)
+    assert direct.write(b"a" * 300)
+    cycle.flow.write_paused = True
+    assert not direct.write(b"b")
+    cycle.flow.write_paused, cycle.disconnected = False, True
+    assert not direct.write(b"b")
+    cycle.disconnected, cycle.chunked_encoding = False, False
+    assert not direct.write(b"b")
+    assert written == [b"12c\r\n" + b"a" * 300 + b"\r\n"]
+    assert direct.num_bytes == 300
+
+
 class Failing:
     """A writer that cannot tell an ``!``."""
 
@@ -287,14 +362,7 @@ class Failing:
 def test_a_text_that_cannot_be_told_ends_its_stream_and_hurts_nobody_else():
     async def test():
         sent, written = [], []
-        flow = SimpleNamespace(write_paused=False)
-        cycle = SimpleNamespace(
-            scope={"type": "http", "state": {}},
-            flow=flow,
-            transport=SimpleNamespace(write=written.append),
-            disconnected=False,
-            chunked_encoding=True,
-        )
+        cycle = connection(written)
         DirectWriter.offer(cycle)
 
         async def receive():

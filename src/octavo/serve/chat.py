@@ -136,7 +136,7 @@ class _Writer:
         return self._choices[chunk.index].read(chunk, logprobs).encode()
 
     def text(self, place: int, text: str) -> bytes | None:
-        return self._choices[0].further_text(text) if self._num_logprobs is None else None
+        return self._choices[0].further_text(text)
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
         if not self._has_usage:

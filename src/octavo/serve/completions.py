@@ -196,9 +196,7 @@ class _Writer:
         reason = chunk.finish_reason and finish_reason(chunk.finish_reason, False)
         return self._chunk(index, chunk.text, logprobs, reason).encode()
 
-    def text(self, place: int, text: str) -> bytes | None:
-        if self._body.logprobs is not None:
-            return None
+    def text(self, place: int, text: str) -> bytes:
         # Nearly all there is, so that what `_chunk` writes around it is made once.
         around = self._around_text.get(place)
         if around is None:
