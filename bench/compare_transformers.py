@@ -3,7 +3,8 @@
 python bench/compare_transformers.py [--tasks generate,wide,...] [--append]
 
 It writes bench/results/<this machine>/transformers.json, anew after every row; with --append other rows of
-the file stay. The model has random weights in the shape of Qwen3-0.6B, or of a toy on a CPU (`--model`). Tasks:
+the file stay. The model has random weights in the shape of Qwen3-0.6B, or of a toy on a CPU (`--model`).
+Tasks:
 
 generate, wide   transformers/generate/...    milliseconds a token of `generate`, after the first one: one
                                               prompt, and a wide batch padded on the left. Peer: sdpa.
