@@ -62,8 +62,8 @@ class TextWriter(Writer, Protocol):
     """One that has a shorter way with nearly all that comes."""
 
     def text(self, place: int, text: str) -> bytes | None:
-        """What `piece` gives for one more token of the first continuation that is no more than this text: it has
-        no log probabilities and no end. None leaves it to `piece`. It may raise, which ends the stream.
+        """What `piece` gives for one more token of the first continuation that is no more than this text:
+        without log probabilities, not the last. None leaves it to `piece`. It may raise: the stream ends.
         """
 
 
