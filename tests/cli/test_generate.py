@@ -4,6 +4,7 @@ import json
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.errors import shown
 
 OPTIONS = ("--max-tokens", "6", "--ignore-eos")
 
@@ -179,6 +180,11 @@ QUESTION = "'What is the capital of France?'"
             ["What is 1/2?", "And 1/3?"],
             "the model is missing: it stands before the prompt, and 'What is 1/2?' is none; "
             "for example: octavo generate smollm2-135m 'What is 1/2?'",
+        ),
+        (
+            ["why " * 100],
+            f"the model is missing: it stands before the prompt, and {shown('why ' * 100)} is none; "
+            "for example: octavo generate smollm2-135m '...'",
         ),
         (["smollm2-135m"], f"the prompt is missing, for example: octavo generate smollm2-135m {QUESTION}"),
         (["a/b c.gguf"], "the model is missing: it stands before the prompt, and 'a/b c.gguf' is none; "

@@ -77,6 +77,19 @@ def test_a_path_to_nothing(model: str) -> None:
         resolve_model(model)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://huggingface.co/Qwen/Qwen3-0.6B",
+        "http://www.huggingface.co/Qwen/Qwen3-0.6B/tree/main",
+        "hf.co/Qwen/Qwen3-0.6B",
+    ],
+)
+def test_an_address_of_the_hub_is_no_name(address: str) -> None:
+    with pytest.raises(ModelError, match=rf"at '{address}' \(did you mean 'Qwen/Qwen3-0.6B'\?\); expected"):
+        resolve_model(address)
+
+
 @pytest.mark.parametrize("model", [None, 5, b"x", ["x"]])
 def test_a_name_is_text(model: Any) -> None:
     with pytest.raises(ModelError, match=r"model: expected a folder with .*, got "):

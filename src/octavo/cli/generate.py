@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
+_LONGEST = 80  # characters of a prompt that an example repeats
+
 
 class _Generate(TyperCommand):
     """Says which of MODEL and PROMPT is missing: what stands first is taken for the model."""
@@ -46,9 +48,10 @@ def _what_is_missing(model: str) -> str:
         return f"a model and a prompt are needed, for example: octavo generate smollm2-135m {question}"
     if names_model(model):
         return f"the prompt is missing, for example: octavo generate {shlex.quote(model)} {question}"
+    prompt = shlex.quote(model) if len(model) <= _LONGEST else "'...'"
     return (
         f"the model is missing: it stands before the prompt, and {shown(model)} is none; for example: "
-        f"octavo generate smollm2-135m {shlex.quote(model)}"
+        f"octavo generate smollm2-135m {prompt}"
     )
 
 
@@ -58,7 +61,9 @@ def generate(
     model: Model,
     prompts: Annotated[
         list[str],
-        typer.Argument(help="One or more prompts; - reads one from standard input.", metavar="PROMPT"),
+        typer.Argument(
+            help="One or more prompts, each in quotes; - reads one from standard input.", metavar="PROMPT"
+        ),
     ],
     chat: Annotated[
         bool | None,

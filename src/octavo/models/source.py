@@ -17,6 +17,7 @@ from octavo.errors import ModelError, shown
 _CONFIG_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _MOST_SHOWN = 5  # names in a message
+_HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -52,7 +53,9 @@ def resolve_model(
         if _REPO_ID.fullmatch(model) and not model.endswith(".gguf"):
             return _from_hub(model, revision, files)
         if _looks_like_path(model):
-            raise ModelError(f"model: no file or folder at {shown(model)}; expected {_EXPECTED}")
+            address = _HUB_ADDRESS.match(model)
+            hint = f" (did you mean {address[1]!r}?)" if address else ""
+            raise ModelError(f"model: no file or folder at {shown(model)}{hint}; expected {_EXPECTED}")
         raise ModelError(
             f"model: nothing is known under the name {shown(model)}{_did_you_mean(model)}; "
             f"expected {_EXPECTED}; all but repositories that were never fetched work without a connection"
