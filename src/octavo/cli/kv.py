@@ -7,19 +7,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from octavo.cache.sizing import RequestSizing, format_bytes, num_blocks_for_bytes, parse_memory, size_requests
 from octavo.cache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.cli.kv_plot import write_plot
 from octavo.errors import CapacityError, ConfigError, ModelError, shown
 from octavo.models.config import load_json
 from octavo.models.shapes import KNOWN_SHAPES, known_shape, max_positions, spec_from_config, suggest_shape
 from octavo.models.source import resolve_model
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 app = typer.Typer(add_completion=False)
 
@@ -150,7 +148,13 @@ def kv(
         memory_bytes=None if memory is None else parse_memory(memory),
     )
     if plot is not None:
-        _write_plot(estimate, plot)
+        write_plot(
+            plot,
+            _title(estimate),
+            estimate.spec,
+            longest=estimate.sizing.max_len,
+            memory_bytes=estimate.memory_bytes,
+        )
     if as_json:
         print(json.dumps(estimate.as_json(), indent=2))
     else:
@@ -332,7 +336,7 @@ def _print_table(estimate: Estimate) -> None:
         )
         if spec.windows is not None:
             row("fit with windows applied", f"{sizing.windowed_requests_fit:,}")
-    print(f"KV cache of {estimate.model}: {_describe_layout(spec)}")
+    print(_title(estimate))
     Console().print(table)
     if DTYPE_BYTES[spec.dtype] == 1:
         print(_describe_scales(spec))
@@ -352,6 +356,10 @@ def _describe_scales(spec: KVCacheSpec) -> str:
     )
 
 
+def _title(estimate: Estimate) -> str:
+    return f"KV cache of {estimate.model}: {_describe_layout(estimate.spec)}"
+
+
 def _describe_layout(spec: KVCacheSpec) -> str:
     if spec.value_width == 0:
         heads = f"one latent of {spec.head_dim}"
@@ -361,58 +369,3 @@ def _describe_layout(spec: KVCacheSpec) -> str:
         heads = f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
     scales = ", fp32 scales per token and head" if spec.has_token_scales else ""
     return f"{spec.num_layers} layers, {heads}, {spec.dtype}{scales}"
-
-
-def _write_plot(estimate: Estimate, path: Path) -> None:
-    """Memory of a request over its length and, with a memory budget, how many such requests fit."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(11 if estimate.memory_bytes else 6, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2 if estimate.memory_bytes else 1, squeeze=False)[0]
-    longest = estimate.sizing.max_len
-    lengths = sorted({max(1, longest * i // 200) for i in range(1, 201)})
-    sizes = [
-        size_requests(estimate.spec, n, max_len=longest, memory_bytes=estimate.memory_bytes) for n in lengths
-    ]
-    _plot_lines(
-        panels[0],
-        lengths,
-        {
-            "in blocks": [size.request_bytes / 2**30 for size in sizes],
-            "in one piece": [size.contiguous_bytes / 2**30 for size in sizes],
-            "with windows": [size.windowed_request_bytes / 2**30 for size in sizes],
-        },
-        estimate.spec,
-    )
-    panels[0].set_ylabel("GiB per request")
-    if estimate.memory_bytes is not None:
-        _plot_lines(
-            panels[1],
-            lengths,
-            {
-                "in blocks": [size.requests_fit or 0 for size in sizes],
-                "in one piece": [size.contiguous_requests_fit or 0 for size in sizes],
-                "with windows": [size.windowed_requests_fit or 0 for size in sizes],
-            },
-            estimate.spec,
-        )
-        panels[1].set_ylabel(f"requests in {format_bytes(estimate.memory_bytes)}")
-        panels[1].set_yscale("symlog", linthresh=1)
-    figure.suptitle(f"KV cache of {estimate.model}: {_describe_layout(estimate.spec)}", fontsize=10)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"--plot: cannot write {str(path)!r}: {error.strerror}") from error
-
-
-def _plot_lines(axes: Axes, lengths: list[int], lines: dict[str, list[float]], spec: KVCacheSpec) -> None:
-    for name, values in lines.items():
-        if name != "with windows" or spec.windows is not None:
-            axes.plot(lengths, values, label=name)
-    axes.set_xlabel("tokens of a request")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
