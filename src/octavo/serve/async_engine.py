@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Literal, TypeVar
@@ -30,9 +29,9 @@ from octavo.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from octavo.models.source import resolve_model
 from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.serve.front_text import front_tokenizer, loading
 from octavo.serve.generation import Generation, aborted
 from octavo.serve.listener import EngineListener, Link
 from octavo.serve.messages import (
@@ -56,7 +55,7 @@ from octavo.serve.process import EngineProcess
 from octavo.serve.settings import ServeSettings
 from octavo.serve.waiting_room import WaitingRoom
 from octavo.serve.watcher import Watcher
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 State = Literal["loading", "ready", "draining", "stuck", "dead"]
@@ -111,25 +110,13 @@ class AsyncEngine:
 
         engine = cls(settings, listener)
         process = EngineProcess(load, config, engine.receive, engine.lost)
-        engine.start(process, lambda: _front_tokenizer(config))
+        engine.start(process, lambda: front_tokenizer(config))
         return engine
 
     def start(self, link: Link, load_text: Callable[[], Tokenizer | None]) -> None:
         """Use this link (`receive` and `lost` are its callbacks), and load the tokenizer in a thread."""
         self._link = link
-        loading: asyncio.Future[Tokenizer | None] = self._loop.create_future()
-        loading.add_done_callback(self._got_tokenizer)
-
-        def load() -> None:
-            try:
-                tokenizer, error = load_text(), None
-            except Exception as failure:
-                tokenizer, error = None, failure
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-                self._loop.call_soon_threadsafe(_settle, loading, tokenizer, error)
-
-        # It may be downloading, which must not keep the interpreter from its end.
-        threading.Thread(target=load, name="octavo-tokenizer", daemon=True).start()
+        loading(load_text, self._loop).add_done_callback(self._got_tokenizer)
 
     # What everybody may ask
 
@@ -417,13 +404,13 @@ class AsyncEngine:
             self._listener.refused(_REASONS.get(message.kind, "error"), message.request_id)
             generation.fail(_error(message.kind, message.message))
 
-    def _got_tokenizer(self, loading: asyncio.Future[Tokenizer | None]) -> None:
-        if loading.cancelled():
+    def _got_tokenizer(self, loaded: asyncio.Future[Tokenizer | None]) -> None:
+        if loaded.cancelled():
             return
-        if (error := loading.exception()) is not None:
+        if (error := loaded.exception()) is not None:
             self._die(error if isinstance(error, Exception) else EngineError(str(error)))
             return
-        self._tokenizer, self._has_text = loading.result(), True
+        self._tokenizer, self._has_text = loaded.result(), True
         self._become_ready()
 
     def _become_ready(self) -> None:
@@ -519,25 +506,6 @@ class AsyncEngine:
     def _send(self, message: ToEngine) -> None:
         if self._link is not None and self._state != "dead":
             self._link.send(message)
-
-
-def _settle(loading: asyncio.Future[T], result: T, error: Exception | None) -> None:
-    if not loading.done():
-        if error is None:
-            loading.set_result(result)
-        else:
-            loading.set_exception(error)
-
-
-def _front_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The model's tokenizer; None for random weights that have none."""
-    source = resolve_model(config.model, config.revision, files="config")
-    try:
-        return load_tokenizer(source)
-    except ModelError:
-        if config.load_format != "dummy":
-            raise
-        return None
 
 
 def _keep_logprobs(kept: dict[int, list[dict[int, Logprob]]], item: Item) -> None:
