@@ -24,9 +24,8 @@ from octavo.integrations.transformers.plan import Plan, from_rows
 from octavo.kernels import backend
 from octavo.kernels.checks import MAX_HEAD_DIM
 from octavo.kernels.known_calls import prepared
+from octavo.kernels.triton import SHORT
 
-# With more rows than that a prompt's kernel runs, which is compiled for the distance between heads.
-_SHORT = 8
 # On a GPU a run's length comes from the lengths; slots that are no power of two say that it is one.
 _RUN = 3
 # Keys and values of a layer, below which reading them takes a GPU less time than launching our kernels takes
@@ -187,7 +186,8 @@ class _Call:
         elif batch == 1:
             self._rows = (num_queries, num_heads, head_dim), (slots, heads, dims)
         is_alone = batch == 1 and plan.leftpad is None
-        self._by_token = room == "triton" and num_queries > _SHORT
+        # A prompt's kernel is compiled for the distance between heads, which in a cache has its length in it.
+        self._by_token = room == "triton" and num_queries > SHORT
         self._is_packed = self._by_token and is_alone
         self._is_copied = not is_alone and room != "reference" and (self._by_token or not _is_column(k, v))
         copied = num_slots * num_kv_heads * head_dim, head_dim, num_kv_heads * head_dim, 1

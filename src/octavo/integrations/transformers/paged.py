@@ -23,8 +23,7 @@ from octavo.errors import UnsupportedKernelConfig
 from octavo.integrations.transformers.stock import needs_gradients
 from octavo.kernels import flash_attn_varlen_func, write_kv_cache
 from octavo.kernels.checks import MAX_HEAD_DIM
-
-_SHORT = 8  # more rows than that, and a sequence is another kernel's
+from octavo.kernels.triton import SHORT
 
 
 def attend(
@@ -94,7 +93,7 @@ def attend(
             q, k_cache, v_cache, cu_seqlens_q, cu_seqlens_k, 1, longest_k, block_table=block_table, **options
         )
         return out[None]
-    if cu_seqlens_q.shape[0] == 2 and q.shape[0] > _SHORT:
+    if cu_seqlens_q.shape[0] == 2 and q.shape[0] > SHORT:
         # Rows of a graph may be padded, and a lone sequence that is short is then the other kernel's.
         cu_seqlens_q = torch.cat([cu_seqlens_q, cu_seqlens_q[1:]])
         cu_seqlens_k = torch.cat([cu_seqlens_k, cu_seqlens_k[1:]])

@@ -48,8 +48,8 @@ class Plan:
         is_full: bool = False,
     ) -> None:
         self.rows = rows
-        self.cu_seqlens_q, self.cu_seqlens_k = rows[0, 0, 0], rows[0, 0, 1]
-        self.leftpad = rows[0, 0, 2, :-1] if is_padded else None
+        self.cu_seqlens_q, self.cu_seqlens_k, padding = rows.view(3, -1).unbind()
+        self.leftpad = padding[:-1] if is_padded else None
         self.num_queries = num_queries
         self.num_slots = num_slots
         self.max_keys = max_keys
