@@ -117,7 +117,7 @@ def test_no_entries() -> None:
         ({"block_table": torch.zeros((3, 2), dtype=torch.int32)}, r"block_table must be of shape \(2, 2\)"),
         (
             {"block_table": torch.zeros(4, dtype=torch.int32)},
-            r"block_table must be of shape \(2, max_blocks\)",
+            r"of shape \(2, max_blocks\), got",
         ),
         ({"cu_seqlens_k": torch.zeros(3, dtype=torch.int64)}, r"cu_seqlens_k\.dtype must be torch\.int32"),
         ({"block_size": 0}, "block_size must be at least 1"),

@@ -11,8 +11,8 @@ rows were given, and, when other sequences run than in the step before, which ro
     positions      17   203    64   | 0              counted on by the graph itself
     seeds, temperature, ...                          what each entry's token is drawn with
 
-Some buckets have a second graph, for steps whose sequences begin alike (`shared_prefixes.py`); others of these
-steps are padded further. It is captured with filters alone: a row without any is drawn the same with them.
+Some buckets have one more graph, for steps whose sequences begin alike (`shared_prefixes.py`); such steps of
+other buckets are padded further. It is captured with filters alone: a row without any is drawn the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which decode steps are worth the form that reads common keys once for eight sequences.
 
 The device finds out itself, in every step, what its sequences have in common
-(`octavo.kernels.shared_prefixes`); here it is guessed whether looking pays. Either way the answer is the same.
+(`octavo.kernels.shared_prefixes`); this decides whether looking pays. Either way the answer is the same.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def attend_part(
     leftpad: Tensor | None,
     kernel: Callable[..., None] | None = None,
 ) -> tuple[Tensor, Tensor, Callable[..., None]]:
-    """`attend` with its result in float32 (of float64 queries in float64) and its LSE: a part to be joined."""
+    """`attend` with its result in float32 (float64 for float64 queries) and its LSE: a part to be joined."""
     exact = torch.promote_types(q.dtype, torch.float32)
     device_type = "cpu" if q.is_cpu else q.device.type
     room = backend.implementation_of("varlen_attention", device_type, q.dtype, k_cache.dtype, q.shape[-1])
