@@ -28,6 +28,7 @@ from octavo.engine.graph import CudaCapture
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.shared_prefixes import sharing_for
 from octavo.engine.warm_up import largest_step, layers_of_each_kind, smallest_step, steps_to_compile
 from octavo.errors import CapacityError, ConfigError
 from octavo.kernels import backend, warm_up
@@ -164,6 +165,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         vocab_size=model.vocab_size,
         logits_dtype=loaded.dtype,
         logprobs=False,  # those the sampler gives come from torch
+        shared_prefixes=config.uses_graphs and sharing_for(spec, loaded.model.weights_form) is not None,
     )
     if made:
         num_compiled = sum(not one.from_disk for one in made)
