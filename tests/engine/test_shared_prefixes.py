@@ -283,32 +283,66 @@ def test_buckets(most: int, sizes: list[int]) -> None:
     assert set(sizes) <= set(graph.bucket_sizes(most))
 
 
-def table_of(rows: list[list[int]]) -> np.ndarray[Any, np.dtype[np.int32]]:
-    return np.array(rows, dtype=np.int32)
+TABLE = np.array(
+    [
+        [5, 6, 7, 8, -1],
+        [5, 6, 7, 9, -1],
+        [5, 1, 7, 8, -1],
+        [1, 2, 3, 4, 0],
+        [9, -1, -1, -1, -1],
+        [5, 6, 3, 2, 1],
+    ],
+    dtype=np.int32,
+)
+"""Blocks of 4 tokens."""
 
 
 @pytest.mark.parametrize(
-    ("rows", "saved"),
+    ("rows", "saved", "order"),
     [
-        ([0], 0),
-        ([0, 1], 3),  # three blocks, read once instead of twice
-        ([0, 2], 0),  # one block is not enough
-        ([1, 0, 1, 0, 1], 12),
-        ([3, 3], 5),  # to the end of the table
-        ([4, 4], 0),  # no block there at all
-        ([0, 1, 2], 0),  # one that differs spoils its octet
-        ([0] * 8 + [1] * 4, 4 * 7 + 3 * 4),
-        ([0] * 8 + [2, 1], 28),
-        ([2, 1] + [0] * 6 + [0, 1], 3),
+        ([0], 0, None),
+        ([0, 1], 3, [0, 1]),  # three blocks, read once instead of twice
+        ([0, 2], 0, None),  # one block is not enough
+        ([1, 0, 1, 0, 1], 12, [1, 3, 0, 2, 4]),  # a step never has a row twice, but sequences may be as alike
+        ([3, 3], 5, [0, 1]),  # to the end of the table
+        ([4, 4], 0, None),  # no block there at all
+        ([0, 5], 2, [1, 0]),
+        ([0, 1, 2], 0, None),  # one that differs spoils its octet
+        ([0, 1] * 4 + [1] * 4, 3 * 7 + 4 * 3, [0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11]),
+        ([3, 0] * 8, 7 * 5 + 7 * 4, [*range(0, 16, 2), *range(1, 16, 2)]),  # an octet each
     ],
 )
-def test_what_is_saved_by_hand(rows: list[int], saved: int) -> None:
-    """Blocks of 4 tokens, of 10 bytes each, and two blocks are enough."""
-    table = table_of(
-        [[5, 6, 7, 8, -1], [5, 6, 7, 9, -1], [5, 1, 7, 8, -1], [1, 2, 3, 4, 0], [9, -1, -1, -1, -1]]
-    )
-    given = np.array(rows, dtype=np.int64)
-    assert Sharing(10, 4, 8, saved * 40 + 1).pays(table, given) is False
-    if saved:
-        assert Sharing(10, 4, 8, saved * 40).pays(table, given) is True
-    assert Sharing(10, 4, 21, 1).pays(table, given) is False, "longer than the table is wide"
+def test_what_is_saved_by_hand(rows: list[int], saved: int, order: list[int] | None) -> None:
+    """Tokens of 10 bytes, and two blocks are enough."""
+
+    def found(*limits: int) -> list[int] | None:
+        order = Sharing(10, 4, *limits).order(TABLE, np.array(rows, dtype=np.int64))
+        return None if order is None else order.tolist()
+
+    assert found(8, saved * 40) == order
+    assert found(8, saved * 40 + 1) is None
+    assert found(21, 1) is None, "longer than the table is wide"
+
+
+def test_two_system_prompts_that_alternate_share_all_the_same(loaded: LoadedModel, steps: Steps) -> None:
+    """An octet is of neighbours: sequences that begin alike are made such."""
+
+    def run(capture: Replaying | None, overlap: bool) -> list[Any]:
+        engine = engine_for(loaded, capture, overlap=overlap)
+        systems = [SYSTEM[:24], SYSTEM[:3] + SYSTEM[12:] + SYSTEM[:8]]
+        for system in systems:
+            engine.add_request([*system, 1], SamplingParams(max_tokens=1))
+        while engine.has_work:
+            engine.step()
+        params = [
+            SamplingParams(max_tokens=9 + i % 5, seed=i, temperature=0.8, ignore_eos=True) for i in range(16)
+        ]
+        requests = [engine.add_request([*systems[i % 2], i, 5], given) for i, given in enumerate(params)]
+        return answers(engine, requests)
+
+    expected = run(None, False)
+    assert len({tuple(tokens) for tokens, _ in expected}) == 16
+    assert run(Replaying(), False) == expected
+    assert steps.found == {24, 0}
+    assert steps.num_shared > 5
+    assert run(Replaying(), True) == expected

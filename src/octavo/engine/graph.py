@@ -12,7 +12,8 @@ rows were given, and, when other sequences run than in the step before, which ro
     seeds, temperature, ...                          what each entry's token is drawn with
 
 Some buckets have one more graph, for steps whose sequences begin alike (`shared_prefixes.py`); such steps of
-other buckets are padded further. It is captured with filters alone: a row without any is drawn the same.
+other buckets are padded further. It is captured with filters alone: a row without any is drawn the same. Its
+entries stand in an order of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -176,7 +178,7 @@ class DecodeGraphs:
         self._seq_ids: list[int] = []
         self._are_plain = False
         self._have_filters = False
-        self._shares = False
+        self._order: npt.NDArray[np.int64] | None = None
         self._is_placed = False
 
     def forget(self) -> None:
@@ -229,8 +231,8 @@ class DecodeGraphs:
         replay, result = self._graphs[self._form(num)]
         replay()
         token_ids = result[:num]
-        reading = Read([token_ids.clone() if token_ids.is_cpu else token_ids])
-        return PendingSample(token_ids, lambda: _output(reading))
+        reading, order = Read([token_ids.clone() if token_ids.is_cpu else token_ids]), self._order
+        return PendingSample(token_ids, lambda: _output(reading, order))
 
     # The host's side
 
@@ -259,14 +261,19 @@ class DecodeGraphs:
         self._filters[row] = options.has_filters
 
     def _form(self, num_rows: int) -> Form:
-        sizes = self.shared_bucket_sizes if self._shares else self.bucket_sizes
+        shares = self._order is not None
+        sizes = self.shared_bucket_sizes if shares else self.bucket_sizes
         bucket = next(size for size in sizes if size >= num_rows)
-        return Form(bucket, self._have_filters or self._shares, self._shares)
+        return Form(bucket, self._have_filters or shares, shares)
 
     def _place(self, sequences: list[Sequence]) -> None:
         """Say which rows the entries are and where these stand, in one copy."""
         num, width = len(sequences), self._state.shape[1]
         rows = np.array([seq.row for seq in sequences], dtype=np.int64)
+        if self._sharing is not None and self.shared_bucket_sizes:
+            self._order = self._sharing.order(self._batches.table, rows)
+        if self._order is not None:
+            rows, sequences = rows[self._order], [sequences[i] for i in self._order]
         positions = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int64)
         # New each time, like the buffers of `batch.py`: torch keeps it until the copy is done.
         buffer = torch.zeros(
@@ -287,8 +294,6 @@ class DecodeGraphs:
         entries, token_ids = self._state[_ROWS, :num], self._state[_TOKEN_IDS, :num]
         drawn = self._last_token_ids.index_select(0, entries)
         self._last_token_ids.index_copy_(0, entries, torch.where(token_ids < 0, drawn, token_ids))
-        if self._sharing is not None and self.shared_bucket_sizes:
-            self._shares = self._sharing.pays(self._batches.table, rows)
         self._is_placed = True
 
     def _upload_changes(self, sequences: list[Sequence]) -> None:
@@ -342,8 +347,11 @@ class DecodeGraphs:
         return token_ids
 
 
-def _output(reading: Read) -> SamplerOutput:
+def _output(reading: Read, order: npt.NDArray[np.int64] | None) -> SamplerOutput:
+    """What was drawn for each sequence; `order`: which of them each entry was, if not one after another."""
     (ids,) = reading.wait()
+    if order is not None:
+        ids = torch.empty_like(ids).index_copy_(0, torch.from_numpy(order), ids)
     token_ids: list[int] = ids.tolist()
     errors = {}
     if NO_TOKEN in token_ids:

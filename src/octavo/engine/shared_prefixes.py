@@ -29,26 +29,37 @@ class Sharing:
     least_tokens: int = LEAST_TOKENS
     least_bytes: int = 64 * 2**20
 
-    def pays(self, table: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]) -> bool:
-        """Whether a step of these rows of the block table, in this order, reads that much less.
+    def order(
+        self, table: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64] | None:
+        """The order in which a step of these rows of the block table shares enough for the form to pay, those
+        that begin alike side by side; None when it does not pay.
 
-        table: (R, C), -1 = no block. A few microseconds where nothing is shared.
+        table: (R, C), -1 = no block. Some microseconds where nothing is shared.
         """
-        last = -(-self.least_tokens // self.block_size) - 1
-        if len(rows) < 2 or last >= table.shape[1]:
-            return False
-        starts = np.arange(0, len(rows), OCTET)
+        num_columns = -(-self.least_tokens // self.block_size)
+        if len(rows) < 2 or num_columns > table.shape[1]:
+            return None
         # Blocks are found by what stands before them, too: sequences that agree on one agree on those before.
-        blocks = table[rows, last]
-        alike = (blocks >= 0) & (blocks == np.repeat(blocks[starts], OCTET)[: len(rows)])
+        blocks = np.sort(table[rows, num_columns - 1])
+        if not ((blocks[1:] == blocks[:-1]) & (blocks[1:] >= 0)).any():
+            return None
+        columns = [num_columns - 1]
+        while (further := 2 * columns[-1] + 1) < table.shape[1]:
+            columns.append(further)
+        order: npt.NDArray[np.int64] = np.lexsort(table[rows[:, None], columns[::-1]].T)
+        return order if self._pays(table, rows[order]) else None
+
+    def _pays(self, table: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]) -> bool:
         saved = 0
-        for start in starts[np.logical_and.reduceat(alike, starts)]:
+        for start in range(0, len(rows) - 1, OCTET):
             tables = table[rows[start : start + OCTET]]
             agrees = (tables == tables[0]).all(axis=0) & (tables[0] >= 0)
-            num_common = len(agrees) if agrees.all() else int(agrees.argmin())
-            saved += (len(tables) - 1) * num_common * self.block_size * self.bytes_per_token
-            if saved >= self.least_bytes:
-                return True
+            num_common = (len(agrees) if agrees.all() else int(agrees.argmin())) * self.block_size
+            if num_common >= self.least_tokens:
+                saved += (len(tables) - 1) * num_common * self.bytes_per_token
+                if saved >= self.least_bytes:
+                    return True
         return False
 
 
