@@ -252,6 +252,9 @@ def test_a_tiny_model_alone_is_not_worth_it(loaded: LoadedModel, monkeypatch: py
     answers(engine, add(engine, 20))
     assert seen.forms
     assert not seen.num_shared
+    graphs = engine.runner._graphs
+    assert graphs is not None
+    assert not [form for form in graphs._graphs if form.shares], "a graph that is never replayed"
 
 
 def test_with_a_window_in_every_layer_there_is_no_such_graph(
@@ -272,6 +275,15 @@ def test_when_a_cache_may_be_shared() -> None:
     windows = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=8, windows=(4, None))
     assert sharing_for(windows, "float32") == Sharing(64, 16)
     assert sharing_for(KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=8, windows=(4, 9)), "dense") is None
+
+
+def test_when_any_step_could_be_worth_it() -> None:
+    sharing = Sharing(10, 4, 8, 1000)
+    assert sharing.can_pay(9, 15)  # seven rows less of 150 bytes
+    assert not sharing.can_pay(9, 14)
+    assert not sharing.can_pay(7, 16)
+    assert sharing.can_pay(1000, 9)
+    assert not sharing.can_pay(1000, 8), "nobody has a token to itself"
 
 
 @pytest.mark.parametrize(

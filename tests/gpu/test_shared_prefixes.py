@@ -12,7 +12,7 @@ from helpers.models import random_ids, saved, tiny_hf_model
 from helpers.shared_prefixes import CASES, FP8, INT8, attended, check, decode, unshare
 
 from octavo.config import EngineConfig
-from octavo.engine import graph, runner
+from octavo.engine import build, graph, runner
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
 from octavo.engine.shared_prefixes import Sharing, sharing_for
@@ -126,7 +126,8 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> Counter[graph.Form]:
         return sharing and Sharing(sharing.bytes_per_token, sharing.block_size, least_bytes=1)
 
     monkeypatch.setattr(graph.DecodeGraphs, "_form", counted)
-    monkeypatch.setattr(runner, "sharing_for", soon)
+    for module in (build, runner):
+        monkeypatch.setattr(module, "sharing_for", soon)
     return counts
 
 

@@ -143,6 +143,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
     assert config.max_model_len is not None
     assert config.max_num_batched_tokens is not None
     began = time.perf_counter()
+    sharing = sharing_for(spec, loaded.model.weights_form) if config.uses_graphs else None
     windows = {(-1, -1) if window is None else (window - 1, 0) for window in model.sliding_window}
     made = warm_up(
         model.num_heads,
@@ -165,7 +166,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         vocab_size=model.vocab_size,
         logits_dtype=loaded.dtype,
         logprobs=False,  # those the sampler gives come from torch
-        shared_prefixes=config.uses_graphs and sharing_for(spec, loaded.model.weights_form) is not None,
+        shared_prefixes=sharing is not None and sharing.can_pay(config.max_num_seqs, config.max_model_len),
     )
     if made:
         num_compiled = sum(not one.from_disk for one in made)

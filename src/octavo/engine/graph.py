@@ -157,7 +157,8 @@ class DecodeGraphs:
         num_columns = batches.track_changes()
         self._longest = min(max_model_len, num_columns * self._block_size)
         self.bucket_sizes = bucket_sizes(num_rows)
-        self.shared_bucket_sizes = [] if sharing is None else shared_bucket_sizes(num_rows)
+        can_share = sharing is not None and sharing.can_pay(num_rows, self._longest)
+        self.shared_bucket_sizes = shared_bucket_sizes(num_rows) if can_share else []
         #: The replay of each form, and its result.
         self._graphs: dict[Form, tuple[Callable[[], object], Tensor]] = {}
 

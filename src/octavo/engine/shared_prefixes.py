@@ -29,6 +29,12 @@ class Sharing:
     least_tokens: int = LEAST_TOKENS
     least_bytes: int = 64 * 2**20
 
+    def can_pay(self, num_rows: int, longest: int) -> bool:
+        """Whether any step of so many rows, none longer than that, may be worth it."""
+        num_spared = num_rows - -(-num_rows // OCTET)
+        saved = num_spared * longest * self.bytes_per_token
+        return longest > self.least_tokens and saved >= self.least_bytes
+
     def order(
         self, table: npt.NDArray[np.int32], rows: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64] | None:

@@ -29,9 +29,8 @@ _COLUMNS = 512
 def _find_shared_prefixes(
     block_table, cu_seqlens_k, lens, octets_q, octets_k,
     batch, num_octets, table_stride, block_size, least,
-    OCTET: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
+    OCTET: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
     octet = tl.program_id(0)
     b = octet * OCTET + tl.arange(0, OCTET)
     there = b < batch
@@ -116,7 +115,7 @@ def find_shared_prefixes(
         _find_shared_prefixes[num_octets,](
             block_table, cu_seqlens_k, lens, octets_q, octets_k,
             batch, num_octets, block_table.stride(0), block_size, least,
-            OCTET=SHORT, BLOCK_C=_COLUMNS, BLOCK_O=128, num_warps=4, **options({"PDL": 1}, device),
+            OCTET=SHORT, BLOCK_C=_COLUMNS, BLOCK_O=128, num_warps=4,
         )  # fmt: skip
     return lens, octets_q, octets_k
 
