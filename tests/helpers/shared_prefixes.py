@@ -22,9 +22,9 @@ def in_plain_python(
         octet = range(first, min(first + 8, len(lens_k)))
         real = [b for b in octet if lens_k[b] > 0]
         num = 0
-        if len(real) > 1 and real[0] == first:
+        if len(real) > 1:
             while all((num + 1) * block_size < lens_k[b] for b in real):
-                if len({tables[b][num] for b in real}) > 1:
+                if len({tables[b][num] for b in (first, *real)}) > 1:
                     break
                 num += 1
         tokens = num * block_size if num * block_size >= least else 0

@@ -35,27 +35,29 @@ def test_the_example_of_the_module() -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int, int]:
-    """Octets that begin alike, more or less, and rows past whose keys anything stands."""
+    """Rows that are alike but for a few entries, past whose keys anything stands."""
     block_size = draw(st.sampled_from((1, 2, 4, 16)))
     num_columns = draw(st.integers(1, 6))
     batch = draw(st.integers(1, 20))
-    system = [draw(st.lists(st.integers(0, 3), min_size=num_columns, max_size=num_columns)) for _ in range(2)]
-    tables, lens_k = [], []
-    for _ in range(batch):
-        row = list(draw(st.sampled_from(system)))
-        for column in draw(st.lists(st.integers(0, num_columns - 1), max_size=2)):
-            row[column] = draw(st.integers(0, 3))
-        length = draw(st.one_of(st.just(0), st.integers(1, num_columns * block_size)))
+    tables = [list(range(num_columns)) for _ in range(batch)]
+    places = st.tuples(st.integers(0, batch - 1), st.integers(0, num_columns - 1))
+    for row, column in draw(st.lists(places, max_size=4)):
+        tables[row][column] = 7
+    blocks = st.integers(min(2, num_columns), num_columns)
+    ends = st.sampled_from((0, 0, 1, block_size - 1))  # on the edge of a block, or keys before it
+    full = st.builds(lambda num, less: num * block_size - less, blocks, ends)
+    lens_k = [draw(st.one_of(full, full, st.integers(0, num_columns * block_size))) for _ in range(batch)]
+    for b in draw(st.lists(st.integers(0, batch - 1), max_size=3)):
+        lens_k[b] = 0
+    for row, length in zip(tables, lens_k, strict=True):
         for column in range(-(-length // block_size), num_columns):
             row[column] = draw(st.sampled_from((-1, row[column], 2**31 - 1)))
-        tables.append(row)
-        lens_k.append(length)
     return tables, lens_k, block_size, draw(st.integers(1, 2 * block_size))
 
 
 @rooms
 @pytest.mark.usefixtures("implementation")
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps())
 def test_what_is_found_beside_plain_python(step: tuple[list[list[int]], list[int], int, int]) -> None:
     tables, lens_k, block_size, least = step
@@ -151,6 +153,16 @@ def test_an_entry_that_takes_no_part_reads_nothing_of_its_octet() -> None:
     assert lens == [64, 64, 0, 64]
     assert torch.equal(out[2], torch.zeros_like(out[2]))
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.rooms("reference")
+@pytest.mark.usefixtures("implementation")
+def test_the_parts_are_joined_before_they_are_rounded() -> None:
+    inputs = prepare(decode(70, 80, 66, dtype=torch.float16), "cpu", share=4)
+    out, lens = attended(inputs, 16)
+    assert lens == [64] * 3
+    inputs.arguments["q"] = inputs.arguments["q"].float()
+    assert torch.equal(out, attended(inputs, 16)[0].half())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,10 +20,10 @@ def find_shared_prefixes(
         octet = slice(start, min(start + SHORT, batch))
         takes_part = lens_k[octet] > 0
         num_common = 0
-        if takes_part[0] and takes_part.sum() > 1:
+        if takes_part.sum() > 1:
             tables = block_table[octet][takes_part]
             most = (int(lens_k[octet][takes_part].min()) - 1) // block_size
-            agrees = (tables[:, :most] == tables[0, :most]).all(dim=0)
+            agrees = (tables[:, :most] == block_table[start, :most]).all(dim=0)
             num_common = int(agrees.int().cumprod(0).sum()) * block_size
         if num_common < least:
             num_common = 0

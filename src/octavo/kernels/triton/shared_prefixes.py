@@ -37,8 +37,7 @@ def _find_shared_prefixes(
     begins = tl.load(cu_seqlens_k + b, mask=there, other=0)
     lens_k = tl.load(cu_seqlens_k + b + 1, mask=there, other=0) - begins
     takes_part = lens_k > 0
-    heads_it = (tl.arange(0, OCTET) == 0) & takes_part
-    shares = (tl.sum(heads_it.to(tl.int32), 0) > 0) & (tl.sum(takes_part.to(tl.int32), 0) > 1)
+    shares = tl.sum(takes_part.to(tl.int32), 0) > 1
     shortest = tl.min(tl.where(takes_part, lens_k, _FAR), 0)
     num = tl.where(shares, (shortest - 1) // block_size, 0)
     num = tl.where(num * block_size < least, 0, num)
