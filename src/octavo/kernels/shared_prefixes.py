@@ -57,8 +57,8 @@ def find_shared_prefixes(
 ) -> SharedPrefixes:
     """Look for the leading blocks that all entries of an octet have in common.
 
-    An entry without keys takes no part, but that the first row of an octet stands for the octet: whoever takes
-    part has to agree with it. Every entry keeps at least one key to itself.
+    An entry without keys takes no part, but that the first row of an octet stands for it: whoever takes part
+    has to agree with that row. Every entry keeps at least one key to itself.
 
     Args:
         block_table: (B, C) int32, rows may be strided; entries past a sequence's keys may hold anything.
