@@ -234,7 +234,7 @@ def test_a_forced_room_that_lacks_a_kernel_is_noted(octavo, monkeypatch):
     assert findings["OCTAVO_KERNELS"]["status"] == "note"
     assert findings["OCTAVO_KERNELS"]["detail"] == (
         "cpu, which on the CPU cannot do invariant_linear, few_rows_linear, sample, prepare_decode, "
-        "finish_decode"
+        "finish_decode, find_shared_prefixes, merge_shared_prefixes"
     )
 
 

@@ -274,7 +274,8 @@ def test_every_graph_is_made_before_requests_come_the_largest_first(
     engine = engine_for(loaded, Counting())
     graphs = engine.runner._graphs
     assert graphs is not None
-    assert list(graphs._graphs) == [(rows, filters) for rows in (6, 4, 2, 1) for filters in (True, False)]
+    forms = [(rows, filters, False) for rows in (6, 4, 2, 1) for filters in (True, False)]
+    assert list(graphs._graphs) == forms
     assert any(record.getMessage().startswith("8 graphs of decode steps") for record in caplog.records)
     for num_requests, options in ((1, {}), (3, {"max_tokens": 5}), (6, {"temperature": 1.0, "top_k": 3})):
         outputs(engine, requests_for(engine, [options] * num_requests))

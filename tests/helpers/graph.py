@@ -9,7 +9,7 @@ import torch
 from octavo.engine.core import Engine
 from octavo.engine.graph import DecodeGraphs
 
-HOST_ONLY = ("_seq_ids", "_owners", "_ints", "_options", "_top_k", "_plain", "_filters", "_batches")
+HOST_ONLY = ("_seq_ids", "_owners", "_ints", "_options", "_top_k", "_plain", "_filters", "_batches", "_order")
 
 
 class Replaying:

@@ -55,6 +55,7 @@ class Working:
 
     varlen_attention = write_kv_cache = rotate_and_write_kv_cache = _broken
     rms_norm = apply_rotary = sample = gelu_tanh = prepare_decode = finish_decode = _broken
+    find_shared_prefixes = merge_shared_prefixes = _broken
     few_rows_linear = grouped_linear = invariant_linear = _broken
 
 

@@ -28,6 +28,7 @@ from octavo.engine.graph import CudaCapture
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.shared_prefixes import sharing_for
 from octavo.engine.warm_up import largest_step, layers_of_each_kind, smallest_step, steps_to_compile
 from octavo.errors import CapacityError, ConfigError
 from octavo.kernels import backend, warm_up
@@ -136,6 +137,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
     assert config.max_model_len is not None
     assert config.max_num_batched_tokens is not None
     began = time.perf_counter()
+    sharing = sharing_for(spec, loaded.model.weights_form) if config.uses_graphs else None
     windows = {(-1, -1) if window is None else (window - 1, 0) for window in model.sliding_window}
     made = warm_up(
         model.num_heads,
@@ -158,6 +160,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         vocab_size=model.vocab_size,
         logits_dtype=loaded.dtype,
         logprobs=False,  # those the sampler gives come from torch
+        shared_prefixes=sharing is not None and sharing.can_pay(config.max_num_seqs, config.max_model_len),
     )
     if made:
         num_compiled = sum(not one.from_disk for one in made)

@@ -15,6 +15,7 @@ from octavo.engine.graph import Capture, DecodeGraphs
 from octavo.engine.profile import Span, StepProfile, no_span
 from octavo.engine.sampler import NOTHING_DRAWN, Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
+from octavo.engine.shared_prefixes import sharing_for
 from octavo.engine.warm_up import SAMPLING, Shape, empty_step, sequences, with_layers
 from octavo.kernels.cpu import threads
 from octavo.models.registry import CausalLM
@@ -87,6 +88,7 @@ class ModelRunner:
             vocab_size=self.sampler.vocab_size,
             max_model_len=max_model_len,
             capture=capture,
+            sharing=sharing_for(self.kv_cache.spec, self.model.weights_form),
         )
         with self._running():
             if graphs.prepare():
