@@ -43,6 +43,7 @@ LEAD_STEPS = 8  # before anything counts: the runs ahead fill up
 MODULES = {
     "decode_rows": "rest",
     "decode": "decode attention",
+    "shared_prefixes": "decode attention",
     "norm": "norms",
     "rotate_and_write": "rotate and write",
     "rotary": "rotate and write",

@@ -75,6 +75,13 @@ def test_what_is_written_can_be_read(tmp_path):
     assert list(result) == ["command", "commit", "date", "hardware", "versions", "rows"]
 
 
+@pytest.fixture
+def one_commit(monkeypatch):
+    """Somebody may edit the checkout meanwhile."""
+    monkeypatch.setattr(report, "commit", lambda: "0123")
+
+
+@pytest.mark.usefixtures("one_commit")
 def test_rows_are_appended_and_those_of_the_same_name_replaced(tmp_path):
     path = tmp_path / "box" / "name.json"
     first = [Row("one", 1.0, "s", details={"passes": [1.0]}), Row("two", 2.0, "s", peers={"Other": 3.0})]
@@ -102,6 +109,7 @@ def test_rows_are_appended_and_those_of_the_same_name_replaced(tmp_path):
     assert [row["name"] for row in read_result(path)["rows"]] == ["three", "two"]
 
 
+@pytest.mark.usefixtures("one_commit")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -133,6 +141,7 @@ def test_a_file_of_another_run_is_not_appended_to_and_stays_as_it_is(tmp_path, c
             check_append(path, "a GPU")
 
 
+@pytest.mark.usefixtures("one_commit")
 def test_appending_before_the_gpu_is_known_looks_at_the_host(tmp_path):
     path = tmp_path / "name.json"
     write_result(path, [Row("one", 1.0, "s")], command="run", gpu="a GPU")

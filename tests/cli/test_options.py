@@ -31,11 +31,12 @@ def test_what_is_said_reaches_the_engine():
 
 
 def test_switches_set_what_they_switch():
-    options = EngineOptions(no_overlap=True, eager=True, run_ahead=2)
+    options = EngineOptions(no_overlap=True, eager=True, run_ahead=2, cascade_attention=True)
     assert options.llm_kwargs() == {
         "overlap": False,
         "enforce_eager": True,
         "run_ahead": 2,
+        "cascade_attention": True,
     }
 
 

@@ -14,7 +14,7 @@ from helpers.models import saved, tiny_hf_model
 
 from octavo.cache.spec import KVCacheSpec
 from octavo.config import EngineConfig
-from octavo.engine import graph, runner
+from octavo.engine import graph
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
 from octavo.engine.request import Request
@@ -71,14 +71,13 @@ class Steps:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    """And sharing pays from two blocks of four tokens on, as soon as anybody reads one byte less."""
-
-    def soon(spec: KVCacheSpec, form: Any) -> Sharing | None:
-        sharing = sharing_for(spec, form)
-        return sharing and Sharing(sharing.bytes_per_token, sharing.block_size, 8, 1)
-
-    monkeypatch.setattr(runner, "sharing_for", soon)
     return Steps(monkeypatch)
+
+
+def soon(engine: Engine) -> Sharing | None:
+    """Sharing pays from two blocks of four tokens on, as soon as anybody reads one byte less."""
+    sharing = sharing_for(engine.runner.kv_cache.spec, engine.runner.model.weights_form)
+    return sharing and Sharing(sharing.bytes_per_token, sharing.block_size, 8, 1)
 
 
 def engine_for(loaded: LoadedModel, capture: Replaying | None, **options: Any) -> Engine:
@@ -86,7 +85,7 @@ def engine_for(loaded: LoadedModel, capture: Replaying | None, **options: Any) -
     engine = build_engine(EngineConfig(model="m", **(sizes | options)), loaded, None)
     engine.runner.sampler = Sampler(VOCAB_SIZE, with_kernel=True)
     if capture is not None:
-        capture.serve(engine)
+        capture.serve(engine, soon(engine))
     # What stands in the cache at the beginning is nobody's, and may reach nobody.
     for layer in engine.runner.kv_cache.layers:
         layer.k.fill_(torch.nan)
@@ -247,7 +246,9 @@ def test_a_step_is_padded_to_a_bucket_that_shares(loaded: LoadedModel, steps: St
 
 def test_a_tiny_model_alone_is_not_worth_it(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Steps(monkeypatch)
-    engine = engine_for(loaded, Replaying())
+    engine = engine_for(loaded, None)
+    sharing = sharing_for(engine.runner.kv_cache.spec, engine.runner.model.weights_form)
+    Replaying().serve(engine, sharing)
     warm(engine)
     answers(engine, add(engine, 20))
     assert seen.forms

@@ -12,7 +12,7 @@ from helpers.models import random_ids, saved, tiny_hf_model
 from helpers.shared_prefixes import CASES, FP8, INT8, attended, check, decode, unshare
 
 from octavo.config import EngineConfig
-from octavo.engine import build, graph, runner
+from octavo.engine import build, graph
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
 from octavo.engine.shared_prefixes import Sharing, sharing_for
@@ -126,8 +126,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> Counter[graph.Form]:
         return sharing and Sharing(sharing.bytes_per_token, sharing.block_size, least_bytes=1)
 
     monkeypatch.setattr(graph.DecodeGraphs, "_form", counted)
-    for module in (build, runner):
-        monkeypatch.setattr(module, "sharing_for", soon)
+    monkeypatch.setattr(build, "sharing_for", soon)
     return counts
 
 
@@ -168,6 +167,6 @@ def test_an_engine_answers_the_same_and_compiles_nothing_late(
     assert not forms
     for options in ({"overlap": False}, {"overlap": True, "run_ahead": 4}):
         forms.clear()
-        assert run(**options) == expected
+        assert run(cascade_attention=True, **options) == expected
         assert {form.bucket for form in forms if form.shares} >= {16, 20}
         assert {form.shares for form in forms} == {True, False}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.bench import report
 from octavo.bench.report import read_result
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "compare_transformers.py"
@@ -46,6 +47,7 @@ def test_rows_beside_their_peers(script, tmp_path):
 
 
 def test_tasks_one_by_one_and_a_peer_that_does_not_end_in_time(script, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(report, "commit", lambda: "0123")  # somebody may edit the checkout meanwhile
     path = tmp_path / "transformers.json"
     same = ("--rounds", "1", "--sequences", "3", "--json", str(path), "--append")
     script.main(["--tasks", "continuous", "--peer-limit", "0", *same])

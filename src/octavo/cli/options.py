@@ -94,6 +94,12 @@ class EngineOptions:
         _engine(f"Most steps launched ahead while nothing else waits. Default: {config.DEFAULT_RUN_AHEAD}."),
     ] = None
     eager: Annotated[bool, _engine("No CUDA graphs on a GPU.", "--eager")] = False
+    cascade_attention: Annotated[
+        bool,
+        _engine(
+            "Read what requests have in common once for eight, in graphs on a GPU.", "--cascade-attention"
+        ),
+    ] = False
     deterministic: Annotated[
         bool, _engine("The same bits whatever else is in the batch; slower on a GPU.", "--deterministic")
     ] = False
@@ -108,6 +114,7 @@ class EngineOptions:
             ("no_prefix_caching", "enable_prefix_caching", False),
             ("no_overlap", "overlap", False),
             ("eager", "enforce_eager", True),
+            ("cascade_attention", "cascade_attention", True),
             ("deterministic", "deterministic", True),
         ):
             if said.pop(option):

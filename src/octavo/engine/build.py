@@ -28,7 +28,7 @@ from octavo.engine.graph import CudaCapture
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.shared_prefixes import sharing_for
+from octavo.engine.shared_prefixes import Sharing, sharing_for
 from octavo.engine.warm_up import largest_step, layers_of_each_kind, smallest_step, steps_to_compile
 from octavo.errors import CapacityError, ConfigError
 from octavo.kernels import backend, warm_up
@@ -92,7 +92,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
         runner.warm_up(steps_to_compile(config), layers_of_each_kind(loaded.config))
     logger.info("first steps in %.1f s", time.perf_counter() - began)
     if _has_graphs(config, loaded, spec):
-        runner.use_graphs(config.max_model_len, CudaCapture(loaded.device))
+        runner.use_graphs(config.max_model_len, CudaCapture(loaded.device), _sharing(config, loaded, spec))
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
@@ -109,6 +109,13 @@ def _is_compiled(loaded: LoadedModel, spec: KVCacheSpec) -> bool:
 def _has_graphs(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> bool:
     """Whether decode steps come from graphs; plain torch reads lengths on the host, which none can hold."""
     return config.uses_graphs and _is_compiled(loaded, spec)
+
+
+def _sharing(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> Sharing | None:
+    """When decode steps read common keys once for several sequences; None = never."""
+    if not (config.cascade_attention and config.uses_graphs):
+        return None
+    return sharing_for(spec, loaded.model.weights_form)
 
 
 def _fitting(
@@ -137,7 +144,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
     assert config.max_model_len is not None
     assert config.max_num_batched_tokens is not None
     began = time.perf_counter()
-    sharing = sharing_for(spec, loaded.model.weights_form) if config.uses_graphs else None
+    sharing = _sharing(config, loaded, spec)
     windows = {(-1, -1) if window is None else (window - 1, 0) for window in model.sliding_window}
     made = warm_up(
         model.num_heads,
