@@ -71,7 +71,8 @@ def test_every_kernel_that_a_step_has_is_of_a_family(program):
     """A kernel that is renamed, or a new module, must not be counted as `rest` unseen."""
     assert program.our_kernels()[program.BEGIN] == "rest"
     expected = {
-        "_decode": "decode attention", "_find_shared_prefixes": "decode attention", "_merge_pieces": "decode attention", "_norm": "norms",
+        "_decode": "decode attention", "_merge_pieces": "decode attention",
+        "_find_shared_prefixes": "decode attention", "_norm": "norms",
         "_rotate_and_write": "rotate and write", "_silu_and_mul": "silu and mul", "_gather": "sampling",
         "_choose": "sampling", "_few_rows_linear": "products", "_grouped_linear": "products",
     }  # fmt: skip
