@@ -139,7 +139,7 @@ def main() -> int:
     if summary.tokens_per_piece is not None:
         rows.append(Row("tokens a piece", round(summary.tokens_per_piece, 3), "tokens", better="lower"))
     path = options.json or ROOT / "bench" / "results" / hardware_slug() / "serve-cost.json"
-    write_result(path, rows, command=shlex.join(["python", *sys.argv]))
+    write_result(path, rows, command=shlex.join(["python", *sys.argv]), gpu=server.gpu)
     print(f"through HTTP: {statistics.median(shares):.1f} % of the offline engine (at least {MIN_SHARE:g} %)")
     return 1 if status or statistics.median(shares) < MIN_SHARE else 0
 

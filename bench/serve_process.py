@@ -14,6 +14,9 @@ import urllib.request
 from pathlib import Path
 from typing import IO
 
+from octavo.bench.report import gpu_name
+
+READY = re.compile(r"ready: .* on (\w+) in .* (http://\S+)")
 START_S = 300.0
 END_S = 20.0
 _MOST_LINES = 100
@@ -25,19 +28,20 @@ def exit_on_sigterm() -> None:
 
 
 class Server:
-    """`octavo serve` as a subprocess; `url` once it is ready."""
+    """`octavo serve` as a subprocess: once it is ready its `url`, and the `gpu` it runs on, if it does."""
 
     def __init__(self, model: str, options: list[str]) -> None:
         command = (sys.executable, "-m", "octavo", "serve", model, "--port", "0", *options)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the server
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
-        self.url = ""
+        self.url = self.gpu = ""
         stop_waiting = threading.Timer(START_S, self.process.kill)
         stop_waiting.start()
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if found := re.search(r"ready.* (http://\S+)", line):
-                self.url = found[1]
+            if found := READY.search(line):
+                self.url = found[2]
+                self.gpu = gpu_name() if found[1] == "cuda" else ""
                 break
         stop_waiting.cancel()
         if not self.url:

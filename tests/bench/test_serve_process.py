@@ -1,4 +1,4 @@
-"""Processes that say nothing, or end, end the program that waits for them, with what they had to say."""
+"""Servers and other processes of the serving benchmarks: how they are waited for."""
 
 import importlib
 import subprocess
@@ -7,6 +7,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+from octavo.serve.messages import ModelCard
+from octavo.serve.run import _ready_line
 
 BENCH = Path(__file__).parents[2] / "bench"
 COMPLAINS = "import sys; print('oh', file=sys.stderr, flush=True); print(1, flush=True); "
@@ -66,3 +69,10 @@ def test_a_scripted_server_that_does_not_start_says_why(tmp_path, bench):
     starting = serve_scripted.running(0.1, 1, f"{tmp_path}/nothing")
     with pytest.raises(SystemExit, match="no file or folder at"), starting:
         pass
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_ready_line_tells_address_and_device(device, bench):
+    card = ModelCard("m", 64, 100, (), {}, 8, 16, "bfloat16", device, "bfloat16", 4)
+    line = _ready_line(card, "a model on paper", "http://127.0.0.1:8000")
+    assert bench("serve_process").READY.search(line).groups() == (device, "http://127.0.0.1:8000")
