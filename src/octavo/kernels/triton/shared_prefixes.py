@@ -59,8 +59,8 @@ def _find_shared_prefixes(
     for first in range(0, num_octets, BLOCK_O):
         later = first + tl.arange(0, BLOCK_O)
         tl.atomic_add(
-            octets_k + 1 + later, num + later * 0, mask=(later >= octet) & (later < num_octets) & (num > 0),
-            sem="relaxed",
+            octets_k + 1 + later, num + later * 0, sem="relaxed",
+            mask=(later >= octet) & (later < num_octets) & (num > later * 0),
         )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def _merge_shared_prefixes(
     mask = there[:, None] & (dims < HEAD_DIM)[None, :]
     at = b * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
     lse_at = heads.to(tl.int64) * lse_stride + b
-    shares = tl.load(lens + b) > 0
+    shares = tl.load(lens + b) > heads * 0  # Triton 3.9 interprets no mask of a vector and a scalar
     # An entry that shares nothing loads nothing of the common part.
     a = tl.load(common_lse + lse_at, mask=there & shares, other=float("-inf"))
     c = tl.load(own_lse + lse_at, mask=there, other=float("-inf"))
@@ -91,7 +91,7 @@ def _merge_shared_prefixes(
     a = tl.exp(a - base)
     c = tl.exp(c - base)
     total = tl.where(high == float("-inf"), 1.0, a + c)
-    together = tl.load(common + at, mask=mask & shares, other=0.0)
+    together = tl.load(common + at, mask=mask & shares[:, None], other=0.0)
     alone = tl.load(own + at, mask=mask, other=0.0)
     result = together * (a / total)[:, None] + alone * (c / total)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
