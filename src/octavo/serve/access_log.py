@@ -163,6 +163,9 @@ class RequestLog:
                 raise
             await as_api_error(error).response()(scope, receive, send_on)
         finally:
+            # Both hold the scope, which holds them: every request would be left to the garbage collector.
+            scope["state"].pop("send_piece", None)
+            DirectWriter.withdraw(scope)
             record.has_ended = True
             current.reset(token)
             route = route_of(scope)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-_KEY = "direct_writer"
+_KEY: Final = "direct_writer"
+_used_of = operator.attrgetter(
+    "scope", "flow.write_paused", "transport.write", "disconnected", "chunked_encoding"
+)
 
 
 class DirectWriter:
@@ -42,8 +46,15 @@ class DirectWriter:
 
     @staticmethod
     def offer(cycle: Any) -> None:
-        """Have `find` find one for this request."""
-        cycle.scope["state"][_KEY] = DirectWriter(cycle)
+        """Have `find` find one for this request, unless this uvicorn keeps under other names what is used
+        here: its `send` then writes all there is.
+        """
+        try:
+            _used_of(cycle)
+            state = cycle.scope["state"]
+        except (AttributeError, KeyError):
+            return
+        state[_KEY] = DirectWriter(cycle)
 
     @staticmethod
     def find(scope: Scope) -> DirectWriter | None:
@@ -51,3 +62,8 @@ class DirectWriter:
         found = scope.get("state", {}).get(_KEY)
         assert found is None or isinstance(found, DirectWriter)
         return found
+
+    @staticmethod
+    def withdraw(scope: Scope) -> None:
+        """To be called at the request's end: the writer and the scope hold each other."""
+        scope.get("state", {}).pop(_KEY, None)

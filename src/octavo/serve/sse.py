@@ -77,6 +77,7 @@ class _Stream(Response):
         del self.headers["content-length"]
         self._generations = generations
         self._slow_reader_s = slow_reader_s
+        self._direct: DirectWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_piece = scope.get("state", {}).get("send_piece", send)  # see `access_log.RequestLog`
@@ -169,6 +170,7 @@ class GenerationStream(_Stream):
         self._failure: Exception | None = None
         self._rest: _Rest | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._send: Send  # from the moment that the body begins
         self._write_now: Callable[[bytes], bool] | None = None
 
     async def _write_body(self, send: Send) -> None:
