@@ -44,7 +44,7 @@ HI = [{"role": "user", "content": "Hi"}]
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0]: expected 'type' to be one of 'text', 'refusal', got {'type': 'image'}",
         ),
-        ("responses", {"input": "a", "background": True}, "background: expected false, got True"),
+        ("responses", {"input": "a", "background": True}, "background: expected false, got true"),
         (
             "completions",
             {"prompt": "a", "seed": "a" * 5000},
@@ -78,6 +78,14 @@ class Dog(BaseModel):
         (Annotated[list[int], Field(max_length=1)], [1, 2], "expected at most 1 item, got [1, 2]"),
         (Annotated[float, Field(allow_inf_nan=False)], float("inf"), "expected a finite number, got inf"),
         (None, 3, "expected null, got 3"),
+        (Literal["x", True, False, None], 3, "expected 'x', true, false or null, got 3"),
+        (
+            Literal["None", "isn't True"],
+            ["True, False", None, {"it's None": False}, "isn't", True],
+            "expected 'None' or \"isn't True\", "
+            "got ['True, False', null, {\"it's None\": false}, \"isn't\", true]",
+        ),
+        (int, None, "expected an integer, got null"),
         (bytes, 3, "expected a valid bytes, got 3"),
         (
             Annotated[Cat | Dog, Field(discriminator="kind")],

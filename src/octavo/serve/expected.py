@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -31,6 +32,10 @@ _BOUNDS: Final = {
     "union_tag_not_found": "an object with {discriminator}",
 }
 _JSON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+# Quoted text is passed over: a word in it, too, is text.
+_QUOTED_OR_WORD: Final = re.compile(
+    r"""'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?|\b(?:True|False|None)\b""", re.DOTALL
+)
 
 
 def problem(error: Mapping[str, Any]) -> str:
@@ -53,11 +58,15 @@ def problem(error: Mapping[str, Any]) -> str:
             what = f"expected {what.removeprefix('Input should be ')}"
         if ", got " in what:
             return what
-    return f"{what}, got {shown(given)}"
+    return f"{what}, got {_in_json_words(shown(given))}"
 
 
 def _as_in_json(value: Any) -> Any:
     """A bound or a choice as clients write it."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return _JSON_WORDS.get(value, value) if isinstance(value, str) else value
+    return _in_json_words(value) if isinstance(value, str) else value
+
+
+def _in_json_words(text: str) -> str:
+    return _QUOTED_OR_WORD.sub(lambda found: _JSON_WORDS.get(found[0], found[0]), text)
