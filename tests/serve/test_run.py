@@ -8,9 +8,10 @@ from helpers.serve import PATIENCE_S, run
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from octavo.errors import ConfigError
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, ModelError
 from octavo.serve import run as serving
-from octavo.serve.run import _is_local, _Uvicorn, _uvicorn_config, listen
+from octavo.serve.run import _check_name, _is_local, _Uvicorn, _uvicorn_config, listen
 from octavo.serve.settings import ServeSettings
 
 
@@ -20,6 +21,16 @@ from octavo.serve.settings import ServeSettings
 def test_an_address_that_cannot_be_had_is_named(host, port):
     with pytest.raises(ConfigError, match=r"host, port: cannot listen at .*; choose another --port"):
         listen(ServeSettings(host=host, port=port))
+
+
+@pytest.mark.parametrize("model", ["foo bar/baz", "_a/b", "a/b/c", "a/b.gguf", "nothing"])
+def test_a_name_under_which_there_can_be_no_model_is_told_before_anything_listens(model):
+    with pytest.raises(ModelError, match="expected a folder with config"):
+        _check_name(EngineConfig(model=model))
+
+
+def test_only_loading_tells_whether_there_is_a_repository():
+    _check_name(EngineConfig(model="some-owner/some.name"))
 
 
 def test_what_other_machines_can_reach_is_told_apart():

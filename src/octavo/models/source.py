@@ -50,7 +50,7 @@ def resolve_model(
     if source is None and model in BUILT_IN_MODELS:
         source = BUILT_IN_MODELS[model](model)
     if source is None:
-        if _REPO_ID.fullmatch(model) and not model.endswith(".gguf"):
+        if may_be_repository(model):
             return _from_hub(model, revision, files)
         if _looks_like_path(model):
             address = _HUB_ADDRESS.match(model)
@@ -65,6 +65,11 @@ def resolve_model(
             f"revision: {revision!r} was given, but {model!r} is local; only a repository id has revisions"
         )
     return source
+
+
+def may_be_repository(model: str) -> bool:
+    """Whether `model` has the form of a repository id; only asking the hub tells whether there is one."""
+    return _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
 
 def names_model(text: str) -> bool:

@@ -16,7 +16,6 @@ import ipaddress
 import logging
 import math
 import os
-import re
 import signal
 import socket
 import sys
@@ -29,7 +28,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.models.source import resolve_model
+from octavo.models.source import may_be_repository, resolve_model
 from octavo.serve import access_log
 from octavo.serve.app import create_app
 from octavo.serve.async_engine import AsyncEngine
@@ -70,10 +69,8 @@ def serve(config: EngineConfig, settings: ServeSettings, say: Callable[[str], No
 
 def _check_name(config: EngineConfig) -> None:
     """ModelError for a model that cannot be there. Only loading can tell that of a repository."""
-    model = config.model
-    may_be_repository = re.fullmatch(r"\w[^/\\]*/[^/\\]+", model) and not model.endswith(".gguf")
-    if not may_be_repository or os.path.exists(model):
-        resolve_model(model, config.revision, files="config")
+    if os.path.exists(config.model) or not may_be_repository(config.model):
+        resolve_model(config.model, config.revision, files="config")
 
 
 def listen(settings: ServeSettings) -> socket.socket:
