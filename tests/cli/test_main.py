@@ -56,6 +56,14 @@ def test_no_arguments_show_the_help(octavo):
             ["generate", "m", "p", "--max-tokns", "3"],
             "No such option: --max-tokns (did you mean '--max-tokens'?); see `octavo generate --help`",
         ),
+        (
+            ["generate", "m", "--temperature"],
+            "Option '--temperature' requires an argument; see `octavo generate --help`",
+        ),
+        (
+            ["bench", "serve", "--concurrency"],
+            "Option '--concurrency' requires an argument; see `octavo bench serve --help`",
+        ),
         (["chat", "--zzzzzz"], "No such option: --zzzzzz; see `octavo chat --help`"),
         (
             ["serve"],
@@ -84,6 +92,10 @@ def test_wrong_usage_is_one_line_and_status_2(octavo, arguments, line):
          "got 'rand' (did you mean 'random'?)"),
         (["kv"], "name a model, for example: octavo kv qwen3-0.6b; --list shows the known shapes"),
         (["kv", "gpt2", "--list"], "--list lists every known shape; leave it out to size 'gpt2'"),
+        (
+            ["kv", "--list", "--json", "--memory", "1GiB", "--kv-dtype", "fp8", "--plot", "x.png"],
+            "--list takes no other option; leave out --json, --kv-cache-dtype, --memory, --plot",
+        ),
         (["doctor", "--json", "--verbose"], "--json holds every check already; leave out --verbose"),
         (["bench", "throughput", "--num-prefixes", "3"], "--num-prefixes and --prefix-len are for --workload "
          "shared-prefix; add that"),

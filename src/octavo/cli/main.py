@@ -162,7 +162,7 @@ def _run(argv: list[str], debug: bool) -> int:
         status = app(argv, prog_name="octavo", standalone_mode=False)
         sys.stdout.flush()
     except _click_errors.UsageError as error:
-        return _fail(_describe_usage_error(error), 2)
+        return _fail(_describe_usage_error(error, argv), 2)
     except OctavoError as error:
         if debug:
             traceback.print_exc()
@@ -196,7 +196,7 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _describe_usage_error(error: Any) -> str:
+def _describe_usage_error(error: Any, argv: list[str]) -> str:
     if isinstance(error, _click_errors.NoArgsIsHelpError):
         if error.message:  # with rich the help is on the screen already
             print(error.message)
@@ -207,10 +207,22 @@ def _describe_usage_error(error: Any) -> str:
     else:
         message = _describe_bad_value(error) or error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
-    where = context.command_path if context is not None else "octavo"
+    where = context.command_path if context is not None else _command_path(argv)
     if isinstance(error, _click_errors.MissingParameter) and error.param.name == "model":
         message += f", for example: {where} smollm2-135m"
     return f"{message}; see `{where} --help`"
+
+
+def _command_path(argv: list[str]) -> str:
+    """Whose parser raised, which it does not tell: `octavo` and the subcommands that are named first."""
+    path = "octavo"
+    command: Any = typer.main.get_command(app)
+    for word in argv:
+        command = command.get_command(None, word) if hasattr(command, "get_command") else None
+        if command is None:
+            break
+        path += f" {word}"
+    return path
 
 
 _KINDS = {"int_parsing": "a whole number", "float_parsing": "a number"}
