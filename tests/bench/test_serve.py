@@ -450,7 +450,8 @@ def test_a_summary_of_known_answers():
     assert summary.cached_share == pytest.approx(0.4)
     assert summary.ttft == Spread(5, *map(pytest.approx, (0.3, 0.3, 0.46, 0.48, 0.496, 0.5)))
     assert summary.tpot.p50 == pytest.approx(0.025)
-    assert summary.itl.count == 44
+    gaps = (1.2 / 44, 0.03, 0.04, 0.05, 0.05, 0.05)  # ten of each of the first four, four of 0.05
+    assert summary.itl == Spread(44, *map(pytest.approx, gaps))
     assert summary.e2e.max == pytest.approx(0.4 + 10 * 0.04 + 0.01)
     assert summary.num_good == 2  # the third is within ttft and not within tpot
     text = as_text(summary)
