@@ -223,17 +223,41 @@ def test_an_aborted_request_makes_room_in_the_queue_at_once():
     run(test())
 
 
-def test_the_queue_is_bounded_by_tokens_but_an_empty_one_takes_any_prompt():
+def test_the_queue_is_bounded_by_tokens():
     async def test():
         engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(max_waiting_tokens=10))
-        submit(engine, "long", ids=[0] * 50)
-        with pytest.raises(OverloadedError, match="50 prompt tokens are waiting and 1 more came"):
+        submit(engine, "long", ids=[0] * 10)
+        with pytest.raises(OverloadedError, match="10 prompt tokens are waiting and 1 more came"):
             submit(engine, "short", ids=[0])
         engine.receive(waiting_news("long"))
         submit(engine, "six", ids=[0] * 6)
         submit(engine, "four", ids=[0] * 4)
         with pytest.raises(OverloadedError):
             submit(engine, "one", ids=[0])
+        await engine.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("max_waiting_tokens", "num_tokens", "problem"),
+    [
+        (10, 11, "prompt has 11 tokens; this server queues at most 10; .* larger --max-waiting-tokens"),
+        (10, 200, "prompt has 200 tokens; max_model_len=200 leaves room for at most 199 and one new token"),
+        (1000, 200, "prompt has 200 tokens; max_model_len=200"),
+    ],
+)
+def test_a_prompt_that_is_never_taken_hears_so_at_any_load(max_waiting_tokens, num_tokens, problem):
+    async def test():
+        settings = ServeSettings(max_waiting_tokens=max_waiting_tokens, max_waiting_requests=1)
+        engine, link = await scripted_engine(held(asyncio.Event()), settings)
+        for name in ("idle", "busy"):
+            with pytest.raises(RequestError, match=problem):
+                submit(engine, "long", ids=[0] * num_tokens)
+            if name == "idle":
+                submit(engine, "first", ids=[0])
+        with pytest.raises(OverloadedError):
+            submit(engine, "short", ids=[0])
         await engine.close()
 
     run(test())
@@ -534,6 +558,23 @@ def test_texts_that_wait_for_a_thread_count_like_requests_that_wait():
         may_end.set()
         assert await asyncio.gather(*working) == [True] * 3
         assert await engine.off_loop(40_004, may_end.wait)
+        await engine.close()
+
+    run(test())
+
+
+def test_a_text_that_is_one_prompt_takes_no_more_room_than_a_prompt_may_have():
+    async def test():
+        engine, _ = await scripted_engine(Answer(), ServeSettings(max_waiting_tokens=10_000))
+        may_end = threading.Event()
+        first = asyncio.create_task(engine.off_loop(8000, may_end.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="2000 prompt tokens are waiting and 1250000 more came"):
+            await engine.off_loop(5_000_000, may_end.wait)
+        second = asyncio.create_task(engine.off_loop(5_000_000, may_end.wait, is_prompt=True))
+        await asyncio.sleep(0)
+        may_end.set()
+        assert await asyncio.gather(first, second) == [True, True]
         await engine.close()
 
     run(test())

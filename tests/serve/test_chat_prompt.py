@@ -307,9 +307,9 @@ def test_where_the_text_of_a_long_request_is_worked_on_does_not_hang_on_its_fiel
             sizes: list[int] = []
             work = link.engine.off_loop
 
-            async def noted(size: int, job: Any) -> Any:
+            async def noted(size: int, job: Any, **options: Any) -> Any:
                 sizes.append(size)
-                return await work(size, job)
+                return await work(size, job, **options)
 
             link.engine.off_loop = noted  # type: ignore[method-assign,assignment]
             for path in ("/v1/chat/completions", "/tokenize"):

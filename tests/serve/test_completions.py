@@ -537,6 +537,22 @@ def test_a_batch_that_never_fits_is_400_and_one_that_does_not_fit_now_is_429_and
     assert (by_tokens.status_code, by_number.status_code, num_submitted) == (429, 429, 1)
 
 
+@pytest.mark.parametrize("prompt", [[1] * 200, [[1] * 200, [1]], "a" * 5000, ["a" * 5000]])
+def test_a_prompt_that_never_fits_is_400_while_others_wait_too(prompt):
+    async def test():
+        settings = ServeSettings(max_waiting_tokens=1000)
+        async with scripted_client(Answer(["a"], gate=asyncio.Event()), settings) as (client, link):
+            link.tell = lambda *told: None
+            first = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1] * 150}))
+            await eventually(lambda: len(link.submitted) == 1)
+            answer = await client.post("/v1/completions", json={"prompt": prompt})
+            first.cancel()
+            return answer
+
+    answer = run(test())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_while_a_long_prompt_is_turned_into_tokens_others_are_answered(monkeypatch):
     begun, may_end = threading.Event(), threading.Event()
     encode = Tokenizer.encode

@@ -164,15 +164,18 @@ class AsyncEngine:
 
     # Text
 
-    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+    async def off_loop(self, size: int, work: Callable[[], T], *, is_prompt: bool = False) -> T:
         """`work()` on something of `size` characters or bytes: in a thread above `INLINE_CHARACTERS`.
 
         What waits for a thread or is in one counts like a request that waits for the engine: OverloadedError
-        when the queue is full.
+        when the queue is full. is_prompt: it is one prompt, which counts for no more tokens than one may
+        have, so that one that is too long hears so and not that it should try again.
         """
         if size <= INLINE_CHARACTERS:
             return work()
         num_tokens = size // _CHARACTERS_PER_TOKEN
+        if is_prompt:
+            num_tokens = min(num_tokens, self.model.max_model_len)
         self.check_room(1, num_tokens)
         with self._room.text(num_tokens):
             return await self._loop.run_in_executor(self._threads, work)
@@ -195,8 +198,8 @@ class AsyncEngine:
         `request_id` must be new. `prompt` is only handed back, in the output. stream: pieces are wanted.
 
         Raises:
-            RequestError, CapacityError: it can never be served. The engine itself may find so later, which
-                `Generation.accepted` raises.
+            RequestError, CapacityError: it can never be served, at whatever load. The engine itself may find
+                so later, which `Generation.accepted` raises.
             OverloadedError: the queue is full by count or by tokens.
             EngineError: the engine is not ready: loading, draining, stuck or dead.
         """
@@ -204,15 +207,7 @@ class AsyncEngine:
             self._listener.refused(self._state)
             raise self._not_ready()
         num_tokens = len(prompt_token_ids)
-        longest = self.model.max_model_len - 1
-        if num_tokens > longest:
-            # Said here, so that a million ids need not travel to hear it.
-            self._listener.refused("invalid")
-            raise RequestError(
-                f"prompt has {num_tokens} tokens; max_model_len={self.model.max_model_len} leaves room for "
-                f"at most {longest} and one new token; shorten it, or raise "
-                "max_model_len where the model allows more"
-            )
+        self.check_length(num_tokens)
         if (width := params.prompt_logprobs) and num_tokens * width > MAX_PROMPT_LOGPROBS:
             self._listener.refused("invalid")
             raise RequestError(
@@ -241,6 +236,28 @@ class AsyncEngine:
             )
         self._listener.submitted(request_id, num_tokens)
         return generation
+
+    def check_length(self, num_tokens: int) -> None:
+        """RequestError when no prompt of so many tokens is ever taken.
+
+        Said here, so that a million ids need not travel to hear it, and before any `check_room`.
+        """
+        limit = self.settings.max_waiting_tokens
+        longest = self.model.max_model_len - 1
+        if num_tokens > longest:
+            problem = (
+                f"max_model_len={self.model.max_model_len} leaves room for at most {longest} and one new "
+                "token; shorten it, or raise max_model_len where the model allows more"
+            )
+        elif num_tokens > limit:
+            problem = (
+                f"this server queues at most {limit}; shorten it, or start the server with a larger "
+                "--max-waiting-tokens"
+            )
+        else:
+            return
+        self._listener.refused("invalid")
+        raise RequestError(f"prompt has {num_tokens} tokens; {problem}")
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
         """OverloadedError when the queue cannot take so many requests with so many prompt tokens now."""

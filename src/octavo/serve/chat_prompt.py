@@ -63,7 +63,9 @@ async def prepare_chat(
     calls = call_rules(body, settings)
     try:
         prompt, token_ids = await engine.off_loop(
-            body_size.get(), lambda: _encode(body, tokenizer, settings, has_tools=calls is not None)
+            body_size.get(),
+            lambda: _encode(body, tokenizer, settings, has_tools=calls is not None),
+            is_prompt=True,
         )
     except RequestError as error:
         # What the tokenizer calls the prompt is the client's messages.

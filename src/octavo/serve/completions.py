@@ -84,7 +84,11 @@ async def _encode(
         )
     if isinstance(prompts[0], str):
         tokenizer = engine.tokenizer
-        all_ids = await engine.off_loop(body_size.get(), lambda: [tokenizer.encode(text) for text in prompts])
+        all_ids = await engine.off_loop(
+            body_size.get(),
+            lambda: [tokenizer.encode(text) for text in prompts],
+            is_prompt=len(prompts) == 1,
+        )
     else:
         all_ids = prompts
     for i, token_ids in enumerate(all_ids):
@@ -92,6 +96,8 @@ async def _encode(
             where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             raise ApiError(400, f"{where} is empty: there is no token to continue from", param="prompt")
     if len(prompts) > 1:
+        for token_ids in all_ids:
+            engine.check_length(len(token_ids))
         num_tokens = sum(map(len, all_ids))
         if num_tokens > settings.max_waiting_tokens:
             raise ApiError(

@@ -33,7 +33,7 @@ class WaitingRoom:
     def check(self, num_requests: int, num_tokens: int) -> None:
         """OverloadedError when so many requests with so many prompt tokens have no room now.
 
-        Among no others any number of tokens has, so that no prompt is refused for ever.
+        Among no others any number of tokens has: a text's is only a guess, and must not be refused for ever.
         """
         settings = self._settings
         num_waiting = self.num_requests + self._num_texts
