@@ -250,7 +250,7 @@ def test_the_queue_is_bounded_by_tokens():
 def test_a_prompt_that_is_never_taken_hears_so_at_any_load(max_waiting_tokens, num_tokens, problem):
     async def test():
         settings = ServeSettings(max_waiting_tokens=max_waiting_tokens, max_waiting_requests=1)
-        engine, link = await scripted_engine(held(asyncio.Event()), settings)
+        engine, _ = await scripted_engine(held(asyncio.Event()), settings)
         for name in ("idle", "busy"):
             with pytest.raises(RequestError, match=problem):
                 submit(engine, "long", ids=[0] * num_tokens)
