@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import triton_here
-from helpers.hf_generation import greedy, padded, prompts, tiny_model
+from helpers.hf_generation import greedy, padded, prompts, stock_attention, tiny_model, with_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -92,6 +92,55 @@ def test_layers_of_one_forward_that_differ(room, num_queries):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     kept = plans.of_mask(mask, 0, 0, None).calls
     assert len(kept) == len(layers) - 1
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("num_queries", [1, 3, 11])
+def test_values_of_another_dtype_are_left_to_sdpa(room, num_queries):
+    """As autocast leaves them, where rotary gives float32 keys; also after a layer that has a kernel."""
+    torch.manual_seed(5)
+    q, k, v = by_token(2, num_queries, 6, 16), by_head(2, 16, 2, 16), by_head(2, 16, 2, 16)
+    mask = octavo_mask(2, num_queries, 16, q_offset=16 - num_queries)
+    matrix = plans.of_mask(mask, 0, 0, None).dense()
+    with backend.use(room), np.errstate(all="ignore"):
+        attention(module(), q, k, v, mask)
+        with torch.autocast("cpu", torch.bfloat16):
+            got, _ = attention(module(), q, k, v.bfloat16(), mask)
+            want, _ = sdpa_attention_forward(module(), q, k, v.bfloat16(), matrix)
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2-softcap-window", "gpt2"])
+def test_autocast(kind, computed_by):
+    """Models with rotary embeddings have keys and values of two dtypes there; GPT-2 has a kernel."""
+    model, inputs = tiny_model(kind), padded(prompts(5, 12))
+    real = inputs["attention_mask"].bool()
+    found = {}
+    for name in (stock_attention(kind), "octavo"):
+        with_attention(model, name)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            alone = model(inputs["input_ids"]).logits
+            found[name] = alone, model(**inputs).logits[real]
+            found[name] += tuple(
+                model.generate(
+                    **inputs, generation_config=greedy(4, output_logits=True, return_dict_in_generate=True)
+                ).logits
+            )
+    for got, want in zip(found["octavo"], found[stock_attention(kind)], strict=True):
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+    assert computed_by == {"dense" if kind == "gpt2" else "stock": 2 * 6}
+
+
+def test_a_plan_keeps_no_kernel_of_a_room_that_was_forced_before():
+    q, k, v = by_token(1, 1, 6, 16), by_head(1, 16, 2, 16), by_head(1, 16, 2, 16)
+    mask = octavo_mask(1, 1, 16, q_offset=15)
+    with mock.patch.object(backend, "implementation_of", wraps=backend.implementation_of) as asked:
+        for room in ("cpu", "reference", "cpu"):
+            with backend.use(room):
+                attention(module(), q, k, v, mask)
+    assert asked.call_count == 2
+    assert len(plans.of_mask(mask, 0, 0, None).calls) == 2
 
 
 class Launches(TorchDispatchMode):

@@ -47,13 +47,14 @@ def attend(
 ) -> Tensor | None:
     """q (B, H, Q, D) over k and v (B, KVH, T, D), in the rows and keys of `plan`; returns (B, Q, H, D).
 
-    None when no kernel has these head dimensions, which is logged, once.
+    None when no kernel has these head dimensions, which is logged, once, or keys and values of two dtypes, as
+    autocast leaves them: it is sdpa that then casts.
 
     Raises:
         UnsupportedKernelConfig: the plan is of other sequences or keys.
     """
     if torch.compiler.is_compiling():
-        if not _has_kernel(module, q, v):
+        if not _has_kernel(module, q, k, v):
             return None
         check(module, q, k, plan)
         window = -1 if plan.window is None else plan.window
@@ -62,8 +63,8 @@ def attend(
         )
         return out
     like = (
-        q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), scale, softcap,
-        sinks if sinks is None else sinks.dtype,
+        q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, scale,
+        softcap, sinks if sinks is None else sinks.dtype, backend.forced(),
     )  # fmt: skip
     call = plan.calls.get(like)
     if call is None:
@@ -95,7 +96,7 @@ def _call(
     check(module, q, k, plan)
     if q.is_cuda and q.shape[2] == 1 and is_launch_bound(k, plan, softcap, sinks):
         return stock.Decode(scale, is_grouped=q.shape[1] != k.shape[1])
-    if not _has_kernel(module, q, v):
+    if not _has_kernel(module, q, k, v):
         return _nothing
     return _Call(q, k, v, plan, _scale(q, scale), softcap or 0.0)
 
@@ -119,7 +120,9 @@ def is_launch_bound(key: Tensor, plan: Plan, softcap: float | None, sinks: Tenso
     )
 
 
-def _has_kernel(module: torch.nn.Module, q: Tensor, v: Tensor) -> bool:
+def _has_kernel(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if k.dtype != v.dtype:
+        return False
     head_dim = q.shape[3]
     if head_dim <= MAX_HEAD_DIM and v.shape[3] == head_dim:
         return True

@@ -54,7 +54,8 @@ def attend(
     """query (1, H, T, D), key and value (1, KVH, T or what `update` returned, D); returns (1, T, H, D).
 
     Raises:
-        UnsupportedKernelConfig: gradients are needed, or no kernel has these head dimensions.
+        UnsupportedKernelConfig: gradients are needed, no kernel has these head dimensions, or keys and values
+            are of two dtypes, as autocast leaves them.
     """
     if needs_gradients(query, key, value, sinks):
         raise UnsupportedKernelConfig(
@@ -67,6 +68,12 @@ def attend(
             f"attn_implementation='octavo': {type(module).__name__} has head dimensions of {head_dim} in "
             f"queries and {value.shape[3]} in values, expected equal ones of at most {MAX_HEAD_DIM}. Use "
             "attn_implementation='sdpa' for continuous batching of this model."
+        )
+    if key.dtype != value.dtype:
+        raise UnsupportedKernelConfig(
+            f"attn_implementation='octavo': {type(module).__name__} has keys of {key.dtype} and values of "
+            f"{value.dtype}, expected one dtype over packed sequences. Load the model in the dtype that is "
+            "wanted, without torch.autocast, or use attn_implementation='sdpa'."
         )
     layer: int = getattr(module, "layer_idx", 0)
     longest_q: Any = max_seqlen_q if max_length_q is None else max_length_q

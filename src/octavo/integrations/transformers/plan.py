@@ -30,9 +30,10 @@ class Plan:
 
     The last row stands on the last key. `rows` is the tensor drawn above. `window`: keys a row sees, itself
     included; None = all. `max_keys`: an upper bound of the key lengths. `is_full`: there is no padding, and
-    every slot holds a key. Nothing is changed after it was made.
+    every slot holds a key. None of these changes.
 
-    `calls` is where attention keeps what it worked out for the layers of a forward, by their layout.
+    What the layers of a forward share is added as they come: `calls`, where attention keeps what it worked
+    out, by the layout of its tensors; where runs of keys begin; the dense mask.
     """
 
     def __init__(
@@ -217,7 +218,10 @@ def _template(
     zeros = torch.zeros_like(count)
     less, left = zeros, zeros
     if padding:
-        left = torch.tensor([*padding, 0], dtype=torch.int32, device=device)
+        # From pinned memory, or the host would wait for what the device still has to do.
+        is_cuda = device.type == "cuda"
+        left = torch.tensor([*padding, 0], dtype=torch.int32, pin_memory=is_cuda)
+        left = left.to(device, non_blocking=is_cuda)
         less = (left - left.cumsum(0)).int()
     fixed = torch.stack([count * num_queries, less, left])[None, None]
     return fixed, torch.stack([zeros, count, zeros])[None, None]
