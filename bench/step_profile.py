@@ -30,10 +30,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from octavo import LLM, SamplingParams
 from octavo.bench.report import ResultFileError, Row, check_append, gpu_name, write_result
+from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU
+from octavo.engine.core import Engine
 from octavo.engine.request import Request
+from octavo.engine.schedule import Schedule
 from octavo.kernels import triton as triton_room
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,22 +190,40 @@ def recorded(step: Callable[[], object], num_steps: int) -> list[Event]:
     ]
 
 
+def longest_request(rows: int, context: int, num_steps: int, budget: int) -> int:
+    """Tokens of prompt and answer that no request ends before, in steps of at most `budget` tokens.
+
+    The first ones make tokens while the last prompts are read, which get half of such a step; twice the steps
+    of that is room. What runs ahead has 16.
+    """
+    num_reading = -(-rows * context // max(1, min(budget // 2, budget - rows)))
+    return context + 2 * num_reading + LEAD_STEPS + 2 * num_steps + 16
+
+
 def measure(llm: LLM, rows: int, context: int, num_steps: int, record: Record) -> tuple[Profile, float]:
-    """The profile of decoding steps of so many requests, and the microseconds of the host's work in one."""
+    """The profile of decoding steps of so many requests, and the microseconds of the host's work in one.
+
+    RuntimeError when a request ends meanwhile, or a step has other rows than these.
+    """
     engine = llm.engine
     rng = random.Random(f"{rows} {context}")
-    longest = LEAD_STEPS + 2 * num_steps + 16  # what runs ahead, too
-    params = SamplingParams(temperature=0.6, max_tokens=longest, ignore_eos=True)
+    params = SamplingParams(temperature=0.6, max_tokens=None, ignore_eos=True)  # up to max_model_len
     requests = [
         engine.add_request([rng.randrange(engine.vocab_size) for _ in range(context)], params)
         for _ in range(rows)
     ]
     try:
         _step_until_all_decode(engine.step, requests)
-        for _ in range(LEAD_STEPS):
-            engine.step()
-        host_us = 1e6 * _host_s(llm, num_steps)
-        return analyse(record(engine.step, num_steps)), host_us
+        with _launches(engine) as launches:
+            for _ in range(LEAD_STEPS):
+                engine.step()
+            host_us = 1e6 * _host_s(llm, num_steps)
+            events = record(engine.step, num_steps)
+        _check_none_ended(requests)
+        if set(launches) != {(rows, rows)}:
+            told = ", ".join(f"{decoding} of {tokens}" for decoding, tokens in dict.fromkeys(launches))
+            raise RuntimeError(f"not every step was {rows} decoding rows and nothing else: {told} tokens")
+        return analyse(events), host_us
     finally:
         for request in requests:
             engine.abort(request.request_id)
@@ -210,17 +232,38 @@ def measure(llm: LLM, rows: int, context: int, num_steps: int, record: Record) -
 def _step_until_all_decode(step: Callable[[], object], requests: Sequence[Request]) -> None:
     while any(request.first_token_s is None for request in requests):
         step()
+        _check_none_ended(requests)
+
+
+def _check_none_ended(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.output is not None:
+            why = request.output.error or request.output.finish_reason
+            raise RuntimeError(f"request {request.request_id} ended before the profile did: {why}")
+
+
+@contextmanager
+def _launches(engine: Engine) -> Iterator[list[tuple[int, int]]]:
+    """The decoding rows and the tokens of each step that is launched meanwhile."""
+    found: list[tuple[int, int]] = []
+    launch = engine.runner.launch
+
+    def seen(plan: Schedule) -> Any:
+        found.append((plan.num_decode_rows, plan.num_tokens))
+        return launch(plan)
+
+    with mock.patch.object(engine.runner, "launch", seen):
+        yield found
 
 
 def _host_s(llm: LLM, num_steps: int) -> float:
     """Seconds of the host's work in a step."""
     engine, work = llm.engine, HostWork()
-    before, engine._span = engine._span, work.span
-    began = time.perf_counter()
-    for _ in range(num_steps):
-        engine.step()
-    took = time.perf_counter() - began - work.waited_s
-    engine._span = before
+    with mock.patch.object(engine, "_span", work.span):
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        took = time.perf_counter() - began - work.waited_s
     return took / num_steps
 
 
@@ -279,12 +322,14 @@ def main(argv: list[str] | None = None, record: Record = recorded) -> int:
     ]
     told += ["--steps", str(options.steps), "--kv-cache-memory", options.kv_cache_memory]
     command = shlex.join(["python", "bench/step_profile.py", *told])
-    longest = max(options.context) + LEAD_STEPS + 2 * options.steps + 16
+    budget = DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU if has_gpu else DEFAULT_MAX_NUM_BATCHED_TOKENS
+    pairs = list(itertools.product(options.rows, options.context))
+    longest = max(longest_request(*pair, options.steps, budget) for pair in pairs)
     engine_options: dict[str, Any] = {"max_num_seqs": max(options.rows), "max_model_len": longest}
     engine_options["kv_cache_memory"] = options.kv_cache_memory
     rows: list[Row] = []
     with LLM(options.model, load_format="dummy", enable_prefix_caching=False, **engine_options) as llm:
-        for number, context in itertools.product(options.rows, options.context):
+        for number, context in pairs:
             profile, host_us = measure(llm, number, context, options.steps, record)
             rows += rows_of(f"step/{name.lower()}/{number} rows, context {context}", profile, host_us)
             for row in rows[-len(profile.families) - 4 :]:

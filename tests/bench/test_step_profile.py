@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from helpers.tiny_model import write_model_folder
@@ -124,6 +125,49 @@ def test_from_an_engine_to_a_result_file(program, tmp_path, capsys, monkeypatch)
     path.write_text(json.dumps({**result, "commit": "f00"}))
     assert program.main([str(folder), "--append", *same], record) == 1
     assert "it is of commit 'f00'" in capsys.readouterr().err
+
+
+def test_every_step_of_the_profile_has_all_rows(program, tmp_path, monkeypatch):
+    """Though the first requests make a token in each of the thirty steps that the last prompts take."""
+    monkeypatch.setattr(report, "commit", lambda: "0123")
+    folder, seen = write_model_folder(tmp_path / "tiny", max_position_embeddings=512), []
+
+    def record(step, num_steps):
+        for _ in range(num_steps):
+            step()
+            seen.append(sum(seq.num_tokens < seq.max_total_tokens for seq in step.__self__.scheduler.running))
+        return [event for i in range(num_steps) for event in of_a_step(program, 50.0 * i)]
+
+    told = ["--rows", "24", "--context", "300", "--steps", "3", "--kv-cache-memory", "64MiB"]
+    assert program.main([str(folder), *told, "--json", str(tmp_path / "step.json")], record) == 0
+    assert seen == [24] * 3
+
+    options = {"load_format": "dummy", "enable_prefix_caching": False, "num_blocks": 1000}
+    too_short = pytest.raises(RuntimeError, match="ended before the profile did: length")
+    with program.LLM(str(folder), max_model_len=330, **options) as llm, too_short:
+        program.measure(llm, 24, 300, 3, record)
+    with program.LLM(str(folder), max_model_len=400, max_num_batched_tokens=16, **options) as llm:
+        add = llm.engine.add_request
+
+        def late(step, num_steps):
+            add([1] * 40, program.SamplingParams(max_tokens=1))
+            return record(step, num_steps)
+
+        with pytest.raises(RuntimeError, match=r"not every step was 2 decoding rows .*: 2 of 2, 2 of 1\d "):
+            program.measure(llm, 2, 20, 3, late)
+
+
+def test_a_request_that_ends_before_its_first_token_is_an_error(program, tmp_path):
+    folder = write_model_folder(tmp_path / "tiny")
+    with program.LLM(str(folder), load_format="dummy", num_blocks=100) as llm:
+        fails = mock.patch.object(llm.engine.runner, "launch", side_effect=ValueError("no memory"))
+        with fails, pytest.raises(RuntimeError, match=r"ended before the profile did: .*no memory"):
+            program.measure(llm, 2, 20, 3, None)
+        before = llm.engine._span
+        stops = mock.patch.object(llm.engine, "step", side_effect=KeyboardInterrupt)
+        with stops, pytest.raises(KeyboardInterrupt):
+            program._host_s(llm, 1)
+        assert llm.engine._span is before
 
 
 def test_the_host_s_work_has_no_waiting_in_it(program, monkeypatch):
