@@ -118,8 +118,11 @@ def tasks_of(model: str, options: argparse.Namespace) -> Iterator[Task]:
         yield Task(f"nano/{model}/fp8", "tok/s", "higher", [(nano, rounds)], entries, tokens_per_s)
 
 
-def measure(race: Race, task: Task) -> Row:
-    """The row of a task. ContestantError when ours fails; a peer that does is left out, `failed` says why."""
+def measure(race: Race, task: Task, check: Callable[[Race], None]) -> Row:
+    """The row of a task. ContestantError when ours fails; a peer that does is left out, `failed` says why.
+
+    `check` is called when all have started, and may raise.
+    """
     entries = list(task.entries)
     seconds: dict[str, list[list[float]]] = {entry.label: [[] for _ in task.works] for entry in entries}
 
@@ -154,6 +157,7 @@ def measure(race: Race, task: Task) -> Row:
 
     print(task.row, flush=True)
     each(lambda entry: race.enter(entry.contestant))
+    check(race)
     for round_ in range(1 + max(number for _, number in task.works)):
         in_turn(round_)
 
@@ -214,14 +218,18 @@ def bytes_bound(race: Race, task: Task) -> float | None:
     return float(work.num_output_tokens * rate / num_bytes)
 
 
-def measure_starts(race: Race) -> list[Row]:
-    """How long starts take, each alone on the GPU; a peer's is the one it had, whoever was there already."""
+def measure_starts(race: Race, check: Callable[[Race], None]) -> list[Row]:
+    """How long starts take, each alone on the GPU; a peer's is the one it had, whoever was there already.
+
+    `check` is called when Octavo has started, and may raise.
+    """
     name = f"start/{race.model}"
     print(name, flush=True)
     race.close(*race.alive)
     if "octavo" not in race.starts:
         race.start("octavo")  # may compile kernels
         race.close("octavo")
+    check(race)
     warm = []
     for _ in range(race.options.rounds):
         warm.append(race.start("octavo"))
@@ -264,18 +272,29 @@ class Results:
     versions: dict[str, str] = field(default_factory=dict)
 
     def write(self, race: Race) -> None:
-        facts = race.facts
-        self.gpu = facts.get("octavo", {}).get("gpu", "") or self.gpu
-        self.versions |= {p: facts[p]["version"] for p in race.options.peers if "version" in facts.get(p, {})}
+        path = self._learn(race)
         if not self.rows:
             return  # a result file without a row is none
-        path = self.options.json
-        if path is None:
-            path = ROOT / "bench" / "results" / (race.gpu_slug or hardware_slug()) / "engines.json"
         write_result(
             path, self.rows, command=command_of(self.options), gpu=self.gpu, failed=self.failed,
             extra_versions=self.versions, append=self.options.append,
         )  # fmt: skip
+
+    def check(self, race: Race) -> None:
+        """ResultFileError where what is measured next could not be appended, by what has started so far."""
+        path = self._learn(race)
+        if self.options.append:
+            check_append(path, self.gpu, self.versions)
+
+    def _learn(self, race: Race) -> Path:
+        """Take in which GPU and which versions the race knows by now; the result file that is theirs."""
+        facts = race.facts
+        self.gpu = facts.get("octavo", {}).get("gpu", "") or self.gpu
+        self.versions |= {p: facts[p]["version"] for p in race.options.peers if "version" in facts.get(p, {})}
+        if self.options.json is not None:
+            path: Path = self.options.json
+            return path
+        return ROOT / "bench" / "results" / (race.gpu_slug or hardware_slug()) / "engines.json"
 
 
 def command_of(options: argparse.Namespace) -> str:
@@ -313,12 +332,12 @@ def compare(model: str, options: argparse.Namespace, logs: Path, deadline: float
         for i, task in enumerate(tasks):
             still = {entry.contestant for later in tasks[i:] for entry in later.entries}
             race.close(*(race.alive.keys() - still))
-            attempt(task.row, race.needed_s(task), lambda task=task: [measure(race, task)])
+            attempt(task.row, race.needed_s(task), lambda task=task: [measure(race, task, results.check)])
         if "start" in options.tasks:
             num_starts = options.rounds + 1 + ("octavo" not in race.starts)
             absent = set(options.peers) - race.starts.keys() - race.lost.keys()
             needed_s = num_starts * race.start_s("octavo") + sum(map(race.start_s, absent))
-            attempt(f"start/{name}", needed_s, lambda: measure_starts(race))
+            attempt(f"start/{name}", needed_s, lambda: measure_starts(race, results.check))
         race.close(*race.alive)
     except BaseException:
         race.close(*race.alive, at_once=True)
@@ -385,7 +404,11 @@ def main(argv: list[str] | None = None) -> int:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs.mkdir(parents=True, exist_ok=True)
         for model in options.models:
-            compare(model, options, logs, deadline, results)
+            try:
+                compare(model, options, logs, deadline, results)
+            except ResultFileError as error:
+                print(error, file=sys.stderr)
+                return 1
     for what, why in results.failed.items():
         print(f"not measured: {what}: {why}")
     return 0 if results.rows else 1

@@ -241,6 +241,8 @@ def parse(argv: list[str] | None, device: str) -> argparse.Namespace:
     options.tasks = options.tasks.split(",")
     if unknown := set(options.tasks) - set(TASKS):
         parser.error(f"--tasks: unknown {', '.join(sorted(unknown))}; known are {', '.join(TASKS)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
     if options.append:
         try:
             check_append(options.json, gpu_name() if device == "cuda" else "")
@@ -249,6 +251,7 @@ def parse(argv: list[str] | None, device: str) -> argparse.Namespace:
     told = ["--model", options.model, "--tasks", ",".join(options.tasks), "--rounds", str(options.rounds)]
     if "continuous" in options.tasks:
         told += ["--sequences", str(options.sequences), "--peer-passes", str(options.peer_passes)]
+        told += ["--peer-limit", f"{options.peer_limit:g}"]
     options.command = shlex.join(["python", "bench/compare_transformers.py", *told])
     return options
 

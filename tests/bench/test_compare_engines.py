@@ -279,6 +279,29 @@ def test_one_file_is_made_by_several_commands(bench, capsys, monkeypatch):
     assert bench.noted == []
 
 
+@pytest.mark.parametrize(
+    ("tasks", "changed"),
+    [("prefill", {"commit": "f00"}), ("start", {"commit": "f00"}), ("prefill", {"versions": {"vllm": "8"}})],
+    ids=str,
+)
+def test_what_cannot_be_appended_is_said_before_a_pass(bench, capsys, monkeypatch, tmp_path, tasks, changed):
+    """The file's name has the GPU in it, which is known once Octavo has started; so is a peer's version."""
+    monkeypatch.setattr(report, "commit", lambda: "0123")
+    monkeypatch.setattr(bench.program, "ROOT", tmp_path)
+    path = tmp_path / "bench" / "results" / "nvidia-h200" / "engines.json"
+    told = [str(bench.folder), "--scale", "0.02", "--peers", "vllm", "--rounds", "1"]
+    assert bench.program.main([*told, "--tasks", "nano"]) == 0
+    text = json.dumps({**read_result(path), **changed})
+    path.write_text(text)
+    bench.notes.write_text("")
+    assert bench.program.main([*told, "--tasks", tasks, "--append"]) == 1
+    assert "cannot be appended to: it is of " in capsys.readouterr().err
+    noted = [json.loads(line) for line in bench.notes.read_text().splitlines()]
+    assert {note["number"] for note in noted if "number" in note} == {0}  # the token of a start
+    assert all(is_gone(pid) for note in noted for pid in note["pids"])
+    assert path.read_text() == text
+
+
 def test_a_promise_is_the_hardest_of_its_multiples(bench):
     name = "shared_prefix/64x8192+128/qwen3-8b"
 

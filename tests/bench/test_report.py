@@ -86,26 +86,34 @@ def test_rows_are_appended_and_those_of_the_same_name_replaced(tmp_path):
     path = tmp_path / "box" / "name.json"
     first = [Row("one", 1.0, "s", details={"passes": [1.0]}), Row("two", 2.0, "s", peers={"Other": 3.0})]
     check_append(path)
-    failed = {"one, Other": "slow", "two": "died", "three, Other": "absent", "four": "no time"}
+    failed = {"one, Other": "slow", "five": "died", "three, Other": "absent", "four": "no time"}
+    failed["two, no kernels on disk"] = "another row"
     told = {"extra_versions": {"other": "9.9"}, "gpu": "a GPU", "failed": failed}
     write_result(path, first, command="run one two", append=True, **told)
     assert read_result(path)["failed"] == failed
 
     check_append(path)
     check_append(path, "a GPU")
-    again = [Row("three", 3.0, "s"), Row("two", 2.5, "s")]
+    again = [Row("three", 3.0, "s"), Row("two", 2.5, "s"), Row("five", 5.0, "s")]
     for _ in range(2):  # as a program does that writes after each of its rows
         write_result(path, again, command="run three", gpu="a GPU", failed={"one, Third": "no"}, append=True)
     result = read_result(path)
     assert [(row["name"], row["value"], row["peers"]) for row in result["rows"]] == [
-        ("one", 1.0, {}), ("two", 2.5, {}), ("three", 3.0, {}),
+        ("one", 1.0, {}), ("two", 2.5, {}), ("three", 3.0, {}), ("five", 5.0, {}),
     ]  # fmt: skip
     assert result["rows"][0]["details"] == {"passes": [1.0]}
-    assert result["failed"] == {"one, Other": "slow", "four": "no time", "one, Third": "no"}
+    assert result["failed"] == {
+        "one, Other": "slow", "four": "no time", "two, no kernels on disk": "another row", "one, Third": "no",
+    }  # fmt: skip
     assert result["command"] == "run one two; run three"
     assert result["versions"]["other"] == "9.9"
 
-    write_result(path, again, command="run three", gpu="a GPU")
+    write_result(path, again[:1], command="x", gpu="a GPU", failed={"two": "died"}, append=True)
+    result = read_result(path)
+    assert [row["name"] for row in result["rows"]] == ["one", "three", "five"]
+    assert result["failed"]["two"] == "died"
+
+    write_result(path, again[:2], command="run three", gpu="a GPU")
     assert [row["name"] for row in read_result(path)["rows"]] == ["three", "two"]
 
 
@@ -136,9 +144,20 @@ def test_a_file_of_another_run_is_not_appended_to_and_stays_as_it_is(tmp_path, c
     with pytest.raises(ResultFileError, match=f"name.json cannot be appended to: .*{message}.*another file"):
         write_result(path, [Row("two", 1.0, "s")], append=True, **told)
     assert path.read_text() == text
-    if changed.get("versions") != {"other": "8"}:  # which is not asked of a peer beforehand
-        with pytest.raises(ResultFileError, match="cannot be appended to"):
-            check_append(path, "a GPU")
+    with pytest.raises(ResultFileError, match="cannot be appended to"):
+        check_append(path, "a GPU", {"other": "9"})
+
+
+@pytest.mark.parametrize("name", ["unknown", "0123+changes"])
+def test_code_that_no_commit_has_is_not_appended(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(report, "commit", lambda: name)
+    path = tmp_path / "name.json"
+    with pytest.raises(ResultFileError, match="cannot be appended to: the code here is"):
+        check_append(path)
+    write_result(path, [Row("one", 1.0, "s")], command="run")
+    with pytest.raises(ResultFileError, match="cannot be appended to: the code here is"):
+        write_result(path, [Row("two", 1.0, "s")], command="run", append=True)
+    assert [row["name"] for row in read_result(path)["rows"]] == ["one"]
 
 
 @pytest.mark.usefixtures("one_commit")

@@ -42,7 +42,7 @@ def test_rows_beside_their_peers(script, tmp_path):
     assert result["failed"] == {}
     assert result["command"] == (
         "python bench/compare_transformers.py --model toy --tasks generate,wide,prefill,static,continuous "
-        "--rounds 1 --sequences 3 --peer-passes 1"
+        "--rounds 1 --sequences 3 --peer-passes 1 --peer-limit 300"
     )
 
 
@@ -75,6 +75,12 @@ def test_tasks_one_by_one_and_a_peer_that_does_not_end_in_time(script, monkeypat
     with pytest.raises(SystemExit):
         script.main(["--tasks", "prefill", *same])
     assert "it is of commit 'f00'" in capsys.readouterr().err
+
+
+def test_no_round_at_all_is_refused(script, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--rounds", "0"])
+    assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_ours_failing_is_no_row(script, monkeypatch, tmp_path):

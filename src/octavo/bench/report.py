@@ -86,8 +86,8 @@ def write_result(
     command, to which this one is joined.
 
     Raises:
-        ResultFileError: the file cannot be written; or appended to, being of another commit, machine or
-            version (`check_append` says so beforehand), or no result file.
+        ResultFileError: the file cannot be written; or appended to (`check_append` says so beforehand), being
+            of another commit, machine or version, of code that no commit has, or no result file.
     """
     result = _heading(gpu, extra_versions)
     result["command"] = command
@@ -108,14 +108,16 @@ def write_result(
         raise ResultFileError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def check_append(path: Path, gpu: str | None = None) -> None:
+def check_append(path: Path, gpu: str | None = None, extra_versions: dict[str, str] | None = None) -> None:
     """Raises `ResultFileError` where `write_result` cannot append to that file, before a thing is measured.
 
-    `gpu` None: which one will run is not known yet. A file that is not there can be appended to.
+    `gpu` None: which one will run is not known yet; nor are versions that are not given. A file that is not
+    there can be appended to, from a commit: not even the rows of one command could be joined otherwise.
     """
+    now = _heading(gpu or "", extra_versions)
+    _check_is_committed(now, str(path))
     if path.is_file():
         before = read_result(path)
-        now = _heading(gpu or "", None)
         if gpu is None:
             now["hardware"] = "".join(before["hardware"].rpartition("; ")[:2]) + now["hardware"]
         _check_joins(before, now, str(path))
@@ -135,12 +137,15 @@ def _joined(before: dict[str, Any], now: dict[str, Any], where: str) -> dict[str
     _check_joins(before, now, where)
     failed = now.get("failed", {})
     named = {row["name"] for row in now["rows"]} | failed.keys()
-    kept = {
-        what: why
-        for what, why in before.get("failed", {}).items()
-        if what not in named and what.rpartition(", ")[0] not in named
-    }
-    rows = {row["name"]: row for row in [*before["rows"], *now["rows"]]}
+    peers = {peer for row in [*before["rows"], *now["rows"]] for peer in row["peers"]}
+
+    def is_anew(what: str) -> bool:
+        row, _, peer = what.rpartition(", ")  # a row's own name may have a comma in it, too
+        return what in named or (row in named and peer in peers)
+
+    kept = {what: why for what, why in before.get("failed", {}).items() if not is_anew(what)}
+    there = [row for row in before["rows"] if row["name"] not in failed]
+    rows = {row["name"]: row for row in [*there, *now["rows"]]}
     commands = dict.fromkeys([*before["command"].split("; "), now["command"]])
     joined = now | {
         "command": "; ".join(commands),
@@ -150,7 +155,17 @@ def _joined(before: dict[str, Any], now: dict[str, Any], where: str) -> dict[str
     return joined | ({"failed": kept | failed} if "failed" in before or "failed" in now else {})
 
 
+def _check_is_committed(now: dict[str, Any], where: str) -> None:
+    """Two states of code that no commit has are called the same."""
+    if now["commit"] == "unknown" or now["commit"].endswith("+changes"):
+        raise ResultFileError(
+            f"{where} cannot be appended to: the code here is {now['commit']!r}, which may be any. Commit it "
+            "first, or write without appending."
+        )
+
+
 def _check_joins(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    _check_is_committed(now, where)
     pairs = {key: (before.get(key), now.get(key)) for key in ("commit", "hardware")}
     if "ceilings" in before or "ceilings" in now:
         pairs["ceilings"] = before.get("ceilings"), now.get("ceilings")
