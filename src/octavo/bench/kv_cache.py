@@ -49,9 +49,7 @@ def _silent(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is run. Lengths are in tokens. The defaults are for a model of 135 million parameters: with
-    Transformers beside it, some four minutes of two idle cores.
-    """
+    """How much is run. Lengths are in tokens. The defaults are for a model of 135 million parameters."""
 
     prompt_len: int = 64
     output_len: int = 128

@@ -56,9 +56,8 @@ def kv_cache(
     The same prompt answered with a cache and by computing everything anew for each token; blocks beside one
     piece of memory per request; packed beside padded; earlier turns found beside read anew; smaller dtypes.
     Peer: Transformers with use_cache=True and False. docs/what_a_kv_cache_buys.md explains the results.
-    Some four minutes on two cores that do nothing else, and several times that beside other programs; --parts
-    growth --output-len 64 --peers none takes less than one. Standard error tells of each measurement as it
-    begins.
+    Begin with --parts growth --output-len 64 --peers none, a small part of the whole. Standard error tells of
+    each measurement as it begins.
     """
     from octavo.bench.report import read_result, table
 
