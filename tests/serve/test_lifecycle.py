@@ -439,7 +439,12 @@ def test_the_engine_killed_under_the_server(tiny):
         assert health.json()["status"] == "dead"
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
         server.signal(signal.SIGTERM)
-        assert server.wait() == 0
+        assert server.wait() == 1, "whoever starts it again is to see that it failed"
+        reason = "the engine process ended (killed by SIGKILL)"
+        (line,) = [line for line in server.lines if "state=dead" in line]
+        assert "error" in line.lower()
+        assert reason in line
+        assert server.lines[-1] == f"octavo: error: the engine died: {reason}"
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,10 @@ class GenerationLog:
             record.generations.append(output)
 
 
-def engine_state(state: str) -> None:
-    """The engine's state changed."""
+def engine_state(state: str, reason: str | None = None) -> None:
+    """The engine's state changed, for this reason."""
     level = logging.ERROR if state in ("stuck", "dead") else logging.INFO
-    _log(level, "engine", {"state": state})
+    _log(level, "engine", {"state": state, "reason": reason})
 
 
 def _facts(outputs: list[RequestOutput]) -> dict[str, Any]:

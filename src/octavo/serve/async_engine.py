@@ -510,7 +510,7 @@ class AsyncEngine:
         self._death = error
         self._state = "dead"
         if is_told:
-            self._listener.state("dead")
+            self._listener.state("dead", str(error))
         for generation in self._generations.values():
             self._end(generation)
             generation.fail(EngineDeadError(f"the engine died: {error}"))

@@ -27,7 +27,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.models.source import may_be_repository, resolve_model
 from octavo.serve import access_log
 from octavo.serve.app import create_app
@@ -55,8 +55,9 @@ _MAX_EARLY_BYTES: Final = 2**16
 def serve(config: EngineConfig, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
     """Serve until a signal. `say` gets the lines for the one who started it; the log goes to standard error.
 
-    Before anything listens it raises ModelError for a name under which there can be no model, and ConfigError
-    when the address cannot be had; later whatever the model cannot be loaded for.
+    An engine that died does not end the server, but then it ends with EngineDeadError, for whoever would
+    start it again. Before anything listens it raises ModelError for a name under which there can be no model,
+    and ConfigError when the address cannot be had; later whatever the model cannot be loaded for.
     """
     _allow_many_connections()
     gc.set_threshold(*COLLECT_AFTER)
@@ -151,6 +152,8 @@ class _Server:
             draining.cancel()
             await engine.drain(0)
         urgent.cancel()
+        if engine.death is not None:
+            raise EngineDeadError(f"the engine died: {engine.death}")
 
     def _on_signal(self) -> None:
         if self._is_asked_to_stop.is_set():
