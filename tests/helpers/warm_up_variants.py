@@ -61,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 1100,
     },
     "shared by few": {"shared_prefixes": True, "max_num_seqs": 13, "max_num_batched_tokens": 40},
+    "shared in few tokens": {"shared_prefixes": True, "max_num_batched_tokens": 40},
     "shared by none": {"shared_prefixes": True, "max_num_seqs": 7, "max_num_batched_tokens": 40},
     "few tokens": {"max_num_seqs": 300, "max_num_batched_tokens": 38, "max_model_len": 3000},
 }
@@ -121,8 +122,9 @@ def everything(model: ModelShape) -> None:
     ):
         warm_up._write(model)
         warm_up._small(model)
-    for batch in shared_bucket_sizes(model.max_num_seqs) if model.shared_prefixes else ():
-        _attend_shared(model, batch)
+    if model.shared_prefixes:
+        for batch in shared_bucket_sizes(min(model.max_num_seqs, model.max_num_batched_tokens)):
+            _attend_shared(model, batch)
     for rows in around_powers(model.max_num_seqs):
         _sample(model, rows)
     if not model.batch_invariant:

@@ -32,6 +32,7 @@ from octavo.engine.shared_prefixes import Sharing, sharing_for
 from octavo.engine.warm_up import largest_step, layers_of_each_kind, smallest_step, steps_to_compile
 from octavo.errors import CapacityError, ConfigError
 from octavo.kernels import backend, warm_up
+from octavo.kernels.shared_prefixes import OCTET
 from octavo.models.registry import LoadedModel, dtype_name
 from octavo.models.shapes import kv_cache_spec
 from octavo.sampling_params import eos_token_ids
@@ -91,8 +92,12 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     if is_compiled:
         runner.warm_up(steps_to_compile(config), layers_of_each_kind(loaded.config))
     logger.info("first steps in %.1f s", time.perf_counter() - began)
+    longest = min(config.max_model_len, num_blocks * config.block_size)
+    sharing, why_not = _sharing(config, loaded, spec, longest)
+    if config.cascade_attention and sharing is None:
+        logger.warning("cascade_attention has no effect: %s", why_not)
     if _has_graphs(config, loaded, spec):
-        runner.use_graphs(config.max_model_len, CudaCapture(loaded.device), _sharing(config, loaded, spec))
+        runner.use_graphs(config.max_model_len, CudaCapture(loaded.device), sharing)
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
@@ -111,11 +116,27 @@ def _has_graphs(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
     return config.uses_graphs and _is_compiled(loaded, spec)
 
 
-def _sharing(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> Sharing | None:
-    """When decode steps read common keys once for several sequences; None = never."""
-    if not (config.cascade_attention and config.uses_graphs):
-        return None
-    return sharing_for(spec, loaded.model.weights_form)
+def _sharing(
+    config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec, longest: int
+) -> tuple[Sharing | None, str]:
+    """When decode steps read common keys once for several sequences of up to `longest` tokens; None = never,
+    and why."""
+    assert config.max_num_batched_tokens is not None
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    if not config.cascade_attention:
+        return None, "it is off"
+    if not _has_graphs(config, loaded, spec):
+        return None, "decode steps come from no CUDA graphs, as this model's kernels are not compiled"
+    sharing = sharing_for(spec, loaded.model.weights_form, loaded.config.num_heads, loaded.dtype)
+    if sharing is None:
+        return None, "every layer of the model attends to a window"
+    if num_rows < OCTET:
+        return None, f"keys are read once for {OCTET} sequences, and no more than {num_rows} run at once"
+    if not sharing.can_pay(num_rows, longest):
+        return None, (
+            f"{num_rows} sequences of {longest} tokens have too few keys for it to be worth its launches"
+        )
+    return sharing, ""
 
 
 def _fitting(
@@ -144,7 +165,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
     assert config.max_model_len is not None
     assert config.max_num_batched_tokens is not None
     began = time.perf_counter()
-    sharing = _sharing(config, loaded, spec)
+    sharing, _ = _sharing(config, loaded, spec, config.max_model_len)
     windows = {(-1, -1) if window is None else (window - 1, 0) for window in model.sliding_window}
     made = warm_up(
         model.num_heads,
@@ -167,7 +188,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         vocab_size=model.vocab_size,
         logits_dtype=loaded.dtype,
         logprobs=False,  # those the sampler gives come from torch
-        shared_prefixes=sharing is not None and sharing.can_pay(config.max_num_seqs, config.max_model_len),
+        shared_prefixes=sharing is not None,
     )
     if made:
         num_compiled = sum(not one.from_disk for one in made)

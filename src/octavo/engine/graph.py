@@ -191,26 +191,41 @@ class DecodeGraphs:
     def prepare(self) -> bool:
         """Capture every graph, before requests come: the largest first, whose memory the others share.
 
-        False when one cannot be had. Then none is kept, and this is of no use any more: with a part of them
-        some steps would wait for what others do not, and what they hold is memory that steps may need.
+        False when an ordinary one cannot be had. Then none is kept, and this is of no use any more: with a
+        part of them some steps would wait for what others do not, and what they hold is memory that steps may
+        need. When one of those that share cannot be had, the ordinary ones serve every step.
         """
         began = time.perf_counter()
-        for bucket in reversed(self.bucket_sizes):
-            forms = [Form(bucket, True, False), Form(bucket, False, False)]
-            if bucket in self.shared_bucket_sizes:
-                forms.insert(0, Form(bucket, True, True))
-            try:
-                for form in forms:
-                    self._graphs[form] = self._captured(form)
-            except Exception as error:  # out of memory above all; steps without a graph still run
-                self._graphs.clear()
-                logger.warning(
-                    "no CUDA graph for %d rows (%s: %s); steps are launched one kernel at a time",
-                    bucket, type(error).__name__, str(error),  # whose traceback holds what was made
-                )  # fmt: skip
-                return False
+        ordinary = [
+            Form(bucket, with_filters, False)
+            for bucket in reversed(self.bucket_sizes)
+            for with_filters in (True, False)
+        ]
+        if not self._capture_all(ordinary, "steps are launched one kernel at a time"):
+            return False
+        # After the ordinary ones, whatever their size, so that they cost those nothing: by then the pool is
+        # as large as the largest ordinary step needs.
+        shared = [Form(bucket, True, True) for bucket in reversed(self.shared_bucket_sizes)]
+        if not self._capture_all(shared, "cascade_attention has no effect"):
+            self.shared_bucket_sizes = []
         seconds = time.perf_counter() - began
         logger.info("%d graphs of decode steps captured in %.1f s", len(self._graphs), seconds)
+        return True
+
+    def _capture_all(self, forms: list[Form], otherwise: str) -> bool:
+        """Capture each of these, or keep none of them and warn of what is `otherwise`."""
+        for form in forms:
+            try:
+                self._graphs[form] = self._captured(form)
+            except Exception as error:  # out of memory above all; steps without a graph still run
+                for made in forms:
+                    self._graphs.pop(made, None)
+                logger.warning(
+                    "no CUDA graph for %d rows%s (%s: %s); %s",
+                    form.bucket, " that share keys" if form.shares else "", type(error).__name__,
+                    str(error), otherwise,  # the error's traceback holds what was made
+                )  # fmt: skip
+                return False
         return True
 
     def launch(self, plan: Schedule) -> PendingSample | None:

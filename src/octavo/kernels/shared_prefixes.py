@@ -51,6 +51,13 @@ class SharedPrefixes(NamedTuple):
     block_table: Tensor
 
 
+def rows_at_once(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+    """For how many query rows of an octet, all heads of a KV head counted, a GPU reads the keys together."""
+    if torch.float32 in (dtype, cache_dtype):
+        return 16
+    return 32 if head_dim > 128 else 64
+
+
 @names_wrong_types
 def find_shared_prefixes(
     block_table: Tensor, cu_seqlens_k: Tensor, block_size: int, least: int = LEAST_TOKENS
