@@ -21,7 +21,7 @@ from octavo.errors import UnsupportedKernelConfig
 from octavo.integrations.transformers import stock
 from octavo.integrations.transformers.masks import say_once
 from octavo.integrations.transformers.plan import Plan, from_rows
-from octavo.kernels import backend
+from octavo.kernels import backend, known_calls
 from octavo.kernels.checks import MAX_HEAD_DIM
 from octavo.kernels.known_calls import prepared
 from octavo.kernels.triton import SHORT
@@ -64,7 +64,7 @@ def attend(
         return out
     like = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, scale,
-        softcap, sinks if sinks is None else sinks.dtype, backend.forced(),
+        softcap, sinks if sinks is None else sinks.dtype, known_calls.num_forgotten,
     )  # fmt: skip
     call = plan.calls.get(like)
     if call is None:
