@@ -131,8 +131,12 @@ def test_an_unknown_workload_is_named(octavo):
 
 def test_an_impossible_shape_is_named(octavo):
     status, _, err = octavo("bench", "throughput", "m", "--min-input", "9", "--max-input", "8")
-    assert status == 1
-    assert "min_input must not be above max_input" in err
+    assert status == 2
+    assert "--min-input must not be above max_input" in err
+    for option in ("--scale", "--num-seqs"):
+        status, _, err = octavo("bench", "throughput", "m", option, "0")
+        assert status == 2
+        assert err.startswith(f"octavo: error: {option} must be ")
 
 
 def test_a_result_file_that_cannot_be_written_is_refused_before_the_run(octavo, tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def test_wrong_usage_is_one_line_and_status_2(octavo, arguments, line):
         (["serve", "m", "--drain", "soon"], "--drain must be a number, got 'soon'"),
         (
             ["bench", "latency", "--batch-size", "1", "--batch-size", "0"],
-            "Invalid value for '--batch-size': Input should be greater than or equal to 1, got '0'",
+            "--batch-size must be at least 1, got '0'",
         ),
         (["bench", "throughput", "--workload", "rand"], "--workload must be one of random, shared-prefix; "
          "got 'rand' (did you mean 'random'?)"),

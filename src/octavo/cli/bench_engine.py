@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.options import EngineOptions, Model, expands
+from octavo.cli.options import EngineOptions, Model, expands, wrong_usage
 from octavo.cli.result_files import JsonFile, PlotFile, check_files, write_rows
 from octavo.cli.session import open_llm
 from octavo.errors import ConfigError, nearest
@@ -65,14 +65,15 @@ def throughput(
     if workload == "random" and any(value is not None for value in beginnings.values()):
         raise typer.BadParameter("--num-prefixes and --prefix-len are for --workload shared-prefix; add that")
     check_files(json_file, plot_file)
-    shape = WorkloadShape(
-        num_seqs=num_seqs,
-        min_input=min_input,
-        max_input=max_input,
-        min_output=min_output,
-        max_output=max_output,
-        **{name: value for name, value in beginnings.items() if value is not None},
-    ).scaled(scale)
+    with wrong_usage():
+        shape = WorkloadShape(
+            num_seqs=num_seqs,
+            min_input=min_input,
+            max_input=max_input,
+            min_output=min_output,
+            max_output=max_output,
+            **{name: value for name, value in beginnings.items() if value is not None},
+        ).scaled(scale)
     requests = WORKLOADS[workload](shape, workload_seed)
     way_out = "lower --max-input and --max-output, or --scale"
     with (

@@ -83,6 +83,7 @@ def generate(
     """Answer one or more prompts."""
     if system is not None and chat is False:
         raise typer.BadParameter("--system needs the chat template and --raw turns it off; give one of them")
+    sampling.check()
     if prompts.count("-") > 1:
         raise typer.BadParameter(
             f"- stands for all of standard input and may be given once, got {prompts.count('-')}"

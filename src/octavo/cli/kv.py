@@ -14,6 +14,7 @@ import typer
 from octavo.cache.sizing import RequestSizing, format_bytes, num_blocks_for_bytes, parse_memory, size_requests
 from octavo.cache.spec import DTYPE_BYTES, KVCacheSpec
 from octavo.cli.kv_plot import write_plot
+from octavo.cli.options import wrong_usage
 from octavo.errors import CapacityError, ConfigError, ModelError, shown
 from octavo.models.config import load_json
 from octavo.models.shapes import KNOWN_SHAPES, known_shape, max_positions, spec_from_config, suggest_shape
@@ -140,6 +141,8 @@ def kv(
         )
     if plot is not None and plot.suffix.lower() not in PLOT_FORMATS:
         raise ConfigError(f"--plot must name a {' or '.join(PLOT_FORMATS)} file, got {str(plot)!r}")
+    with wrong_usage():
+        memory_bytes = None if memory is None else parse_memory(memory)
     estimate = estimate_model(
         model,
         context=context,
@@ -148,7 +151,7 @@ def kv(
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
         block_size=block_size,
-        memory_bytes=None if memory is None else parse_memory(memory),
+        memory_bytes=memory_bytes,
     )
     if plot is not None:
         write_plot(
@@ -187,9 +190,10 @@ def estimate_model(
     ModelError when it is unknown, ConfigError when a number makes no sense, CapacityError when the memory
     does not hold one block.
     """
-    for name, value in (("--context", context), ("--max-len", max_len), ("--requests", num_requests)):
-        if value is not None and not 1 <= value <= MAX_CONTEXT:
-            raise ConfigError(f"{name} must be between 1 and {MAX_CONTEXT:,}, got {value:,}")
+    with wrong_usage():
+        for name, value in (("--context", context), ("--max-len", max_len), ("--requests", num_requests)):
+            if value is not None and not 1 <= value <= MAX_CONTEXT:
+                raise ConfigError(f"{name} must be between 1 and {MAX_CONTEXT:,}, got {value:,}")
     source, config = find_config(model)
     spec = spec_from_config(
         config, dtype=None if kv_dtype == "auto" else kv_dtype, block_size=block_size, scales=kv_scales

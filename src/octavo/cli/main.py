@@ -225,7 +225,12 @@ def _command_path(argv: list[str]) -> str:
     return path
 
 
-_KINDS = {"int_parsing": "a whole number", "float_parsing": "a number"}
+_KINDS = {
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+}
 
 
 def _describe_bad_value(error: Any) -> str | None:
@@ -238,7 +243,7 @@ def _describe_bad_value(error: Any) -> str | None:
     findings: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     if not findings or not isinstance(findings[0].get("input"), str):
         return None
-    expected = _KINDS.get(findings[0]["type"])
-    if expected is None:
+    expected = _KINDS.get(findings[0]["type"], "").format(**findings[0].get("ctx", {}))
+    if not expected:
         return f"{error.format_message().rstrip('.')}, got {shown(findings[0]['input'])}"
     return f"{error.param.opts[0]} must be {expected}, got {shown(findings[0]['input'])}"

@@ -6,16 +6,19 @@ in `SamplingParams` and in the model's own generation_config.json.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from octavo import config
+from octavo.errors import ConfigError, RequestError
 
 
 def _option(help: str, *names: str, panel: str) -> Any:
@@ -107,6 +110,15 @@ class EngineOptions:
     trace: Annotated[str | None, _engine("Write one JSON line per engine step to this file.")] = None
     profile: Annotated[str | None, _engine("Write a Chrome trace of every step to this file.")] = None
 
+    def config(self, model: str) -> config.EngineConfig:
+        """The whole of it, checked; typer.BadParameter for a value that no model takes."""
+        from octavo.cache.sizing import parse_memory
+
+        with wrong_usage():
+            if self.kv_cache_memory is not None:
+                parse_memory(self.kv_cache_memory, "kv_cache_memory")
+            return config.EngineConfig.from_options(model, **self.llm_kwargs())
+
     def llm_kwargs(self) -> dict[str, Any]:
         """The arguments for `LLM(model, **kwargs)`: only what was said."""
         said = {name: value for name, value in vars(self).items() if value is not None}
@@ -154,12 +166,41 @@ class SamplingOptions:
     min_tokens: Annotated[int | None, _sampling("Fewest tokens before an end is allowed. Default: 0.")] = None
     ignore_eos: Annotated[bool, _sampling("Go on past the end-of-text token.", "--ignore-eos")] = False
 
+    def check(self) -> None:
+        """typer.BadParameter for a value that no model takes, before one is loaded."""
+        from octavo.sampling_params import SamplingParams
+
+        with wrong_usage():
+            SamplingParams(**{"max_tokens": None, **self._said()})
+
     def apply(self, defaults: Any) -> Any:
         """`defaults` (a `SamplingParams`) with what was said put in."""
+        return dataclasses.replace(defaults, **self._said())
+
+    def _said(self) -> dict[str, Any]:
         said = {k: v for k, v in vars(self).items() if v is not None and v is not False and v != []}
         if "stop" in said:
             said["stop"] = tuple(said["stop"])
-        return dataclasses.replace(defaults, **said)
+        return said
+
+
+@contextlib.contextmanager
+def wrong_usage() -> Iterator[None]:
+    """What is refused inside is wrong by itself, whatever the model: typer.BadParameter (exit status 2), and
+    what the message begins with is the option's name.
+    """
+    try:
+        yield
+    except (ConfigError, RequestError) as error:
+        raise typer.BadParameter(_named_as_option(str(error))) from error
+
+
+def _named_as_option(message: str) -> str:
+    name = re.match(r"[a-z_]+", message)
+    if name is None:
+        return message
+    option = name[0].removesuffix("_s").replace("_", "-")
+    return f"{'-' if len(option) == 1 else '--'}{option}{message[name.end() :]}"
 
 
 def expands(**groups: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.options import EngineOptions, Model, expands
+from octavo.cli.options import EngineOptions, Model, expands, wrong_usage
 from octavo.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -94,11 +94,9 @@ _NAMES = {
 @expands(options=ServeOptions, engine=EngineOptions)
 def serve(model: Model, *, options: ServeOptions, engine: EngineOptions) -> int:
     """Serve a model over HTTP, as the OpenAI API and as a page."""
-    from octavo.config import EngineConfig
-
     said = options.settings()
     key_file = said.pop("api_key_file", None)
-    config = EngineConfig.from_options(model, **engine.llm_kwargs())
+    config = engine.config(model)
     try:
         from octavo.serve.guard import read_api_keys
         from octavo.serve.run import serve as run
@@ -111,7 +109,9 @@ def serve(model: Model, *, options: ServeOptions, engine: EngineOptions) -> int:
             f"pip install 'octavo[{extra}]'"
         ) from error
     said["api_keys"] = read_api_keys(said.get("api_keys", ()), key_file)
-    run(config, ServeSettings.from_options(**said), say=_say)
+    with wrong_usage():
+        settings = ServeSettings.from_options(**said)
+    run(config, settings, say=_say)
     return 0
 
 
