@@ -21,6 +21,7 @@ case "$*" in
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   *"-m pip"*)
     [ -z "$FAIL_PIP" ] || exit 1
+    echo "Collecting torch"
     [ -n "$STUBBORN" ] || echo "$(pwd -P)/src" >.venv/folder
     printf '#!/bin/bash\\n' >.venv/bin/octavo
     chmod +x .venv/bin/octavo ;;
@@ -70,6 +71,8 @@ def test_a_fresh_checkout_is_set_up_in_one_go(checkout):
     done, calls = checkout()
     assert done.returncode == 0, done.stderr
     assert "ready: .venv/bin/octavo" in done.stderr
+    assert done.stdout == "", "it is kept for the answer of scripts/demo"
+    assert done.stderr.count("Collecting torch") == 2
     pip = [call.split("-m pip install ")[1] for call in calls if "-m pip" in call]
     assert pip == [
         "--no-input --disable-pip-version-check -e .[serve]",
