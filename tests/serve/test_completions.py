@@ -583,3 +583,16 @@ def test_a_balancer_may_ask_for_the_head_alone(path):
             return await client.head(path)
 
     assert run(test()).status_code == 200
+
+
+@pytest.mark.parametrize(("kind", "told"), [(None, "none"), ("text/plain", "'text/plain'")])
+def test_a_content_type_that_is_not_json_is_told_as_it_came(kind, told):
+    async def test():
+        async with scripted_client(Answer(["a"])) as (client, _):
+            headers = {} if kind is None else {"Content-Type": kind}
+            return await client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+
+    answer = run(test())
+    assert answer.status_code == 400
+    message = f"the Content-Type of the body must be application/json, got {told}"
+    assert answer.json()["error"]["message"] == message

@@ -25,6 +25,7 @@ from octavo.errors import (
     RequestError,
     RequestTimeoutError,
     UnsupportedKernelConfig,
+    shown,
 )
 from octavo.sampling_params import SamplingParams
 from octavo.serve.expected import problem
@@ -174,7 +175,7 @@ def _limit_code(message: str) -> str | None:
     return "context_length_exceeded" if message.startswith("prompt has ") else None
 
 
-def describe_validation(errors: Sequence[Any]) -> ApiError:
+def describe_validation(errors: Sequence[Any], content_type: str | None = None) -> ApiError:
     """The 400 for a body that pydantic refused: what is wrong with which field, for all of them."""
     problems: dict[str, None] = {}  # branches of a union may complain alike
     param = None
@@ -186,7 +187,9 @@ def describe_validation(errors: Sequence[Any]) -> ApiError:
         if error["type"] == "missing" and not where:
             return ApiError(400, "the body is empty; expected a JSON object")
         if isinstance(error.get("input"), bytes) and not where:
-            return ApiError(400, "the body is not JSON; its Content-Type should be application/json")
+            return ApiError(
+                400, f"the Content-Type of the body must be application/json, got {content_type or 'none'}"
+            )
         if error["type"] == "extra_forbidden":
             where = _place((*error["loc"][:-1], _Named(error["loc"][-1])))
         param = param or where or None
@@ -226,7 +229,8 @@ def install(app: FastAPI) -> None:
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return describe_validation(error.errors()).response()
+        content_type = shown(request.headers["content-type"]) if "content-type" in request.headers else None
+        return describe_validation(error.errors(), content_type).response()
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
