@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from helpers.tiny_model import write_model_folder
 
 from octavo.bench import report
@@ -181,7 +182,7 @@ def test_the_host_s_work_has_no_waiting_in_it(program, monkeypatch):
     assert work.waited_s == 2.0
 
 
-@pytest.mark.skipif(importlib.import_module("torch").cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(program, capsys):
+def test_without_a_gpu_it_says_so(program, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert program.main(["qwen3-0.6b"]) == 1
     assert "there is none" in capsys.readouterr().err
