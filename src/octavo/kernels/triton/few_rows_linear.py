@@ -20,9 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.known_calls import KnownCalls
-from octavo.kernels.triton import launch, tuning
+from octavo.kernels.triton import launch, rows_linear, tuning
 from octavo.kernels.triton.tuning import Parameters
 
+FEW_ROWS = 4
+"""Above, tensor cores take part: `rows_linear.py`, where it can."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEW_COLUMNS = 2048
 """Columns up to which a program takes one of them, so that there are programs for a whole GPU."""
@@ -145,12 +147,48 @@ def _prepare(
     parameters: Parameters | None,
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function for calls of this signature."""
+    num_rows = x.shape[0]
+    width = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    if num_rows > FEW_ROWS:
+        name, key_and_default = "rows_linear", rows_linear.launch_class(x, width, is_gated)
+        make = rows_linear.prepare
+    else:
+        name, key_and_default = "few_rows_linear", launch_class(x, width, is_gated)
+        make = _prepare_few
+    parameters = parameters or tuning.parameters(name, x.device, *key_and_default)
+    launched = make(x, weight, bias, residual, norm_weight, eps, is_gated, at_rest, parameters)
+    is_in_front = residual is not None and norm_weight is not None
+
+    def call(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        out = x.new_empty((num_rows, width))
+        new_residual = torch.empty_like(x) if is_in_front else None
+        tensors = (x, weight, bias, residual, norm_weight, out, new_residual)
+        launched(*[one for one in tensors if one is not None])
+        return out, new_residual
+
+    return call
+
+
+def _prepare_few(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    is_gated: bool,
+    at_rest: bool,
+    parameters: Parameters,
+) -> launch.Prepared:
     num_rows, depth = x.shape
     width = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    parameters = parameters or tuning.parameters(
-        "few_rows_linear", x.device, *launch_class(x, width, is_gated)
-    )
-    launched = launch.Prepared(
+    return launch.Prepared(
         _few_rows_linear, (-(-width // parameters["BLOCK_N"]),),
         {
             "x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": norm_weight,
@@ -162,21 +200,6 @@ def _prepare(
             **launch.options(parameters, x.device),
         },
     )  # fmt: skip
-
-    def call(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        norm_weight: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        out = x.new_empty((num_rows, width))
-        new_residual = None if residual is None else torch.empty_like(x)
-        tensors = (x, weight, bias, residual, norm_weight, out, new_residual)
-        launched(*[one for one in tensors if one is not None])
-        return out, new_residual
-
-    return call
 
 
 def launch_class(x: Tensor, width: int, is_gated: bool) -> tuple[str, Parameters]:
