@@ -46,7 +46,7 @@ gl = SimpleNamespace(
 
 
 def interpreted(module: ModuleType, folder: Path) -> ModuleType:
-    """With `gluon.jit` as `triton.jit`; needs TRITON_INTERPRET. `folder`: for its source, which Triton reads."""
+    """With `gluon.jit` as `triton.jit`; needs TRITON_INTERPRET. Its source is written to `folder`."""
     assert module.__file__ is not None
     text = Path(module.__file__).read_text()
     for line, instead in _IMPORTS.items():

@@ -15,7 +15,7 @@ from octavo.kernels.attention import flash_attn_varlen_func
 from octavo.kernels.grouped_linear import PackedExperts, grouped_linear, pack_experts
 from octavo.kernels.kv_write import write_kv_cache
 from octavo.kernels.kvcache import flash_attn_with_kvcache
-from octavo.kernels.linear import PackedWeight, embedding, linear, norm_linear, pack_weight
+from octavo.kernels.linear import PackedWeight, embedding, linear, linear_onto, norm_linear, pack_weight
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.rotary import apply_rotary
 from octavo.kernels.rotate_and_write import rotate_and_write_kv_cache
@@ -32,6 +32,7 @@ __all__ = [
     "gelu_tanh",
     "grouped_linear",
     "linear",
+    "linear_onto",
     "norm_linear",
     "pack_experts",
     "pack_weight",

@@ -4,7 +4,7 @@
 form           a weight is stored as                        for
 =============  ===========================================  ==============================================
 ``dense``      the (N, K) tensor as it came                 any dtype and device; torch's own `linear`, and on
-                                                            a GPU a kernel of ours for up to FEW_ROWS rows
+                                                            a GPU kernels of ours for up to MANY_ROWS rows
 ``invariant``  likewise, contiguous                         GPUs: a row has the same bits in every batch
 ``float32``    panels of float32                            the CPU: exact, the same bits in every batch
 ``float16``    panels of float16                            the CPU: half the bytes, lossless in practice
@@ -44,6 +44,9 @@ Form = Literal["dense", "invariant", "float32", "float16", "int8"]
 
 FEW_ROWS = 4  # up to which a GPU's time for a product is that of reading the weight, and ours to save
 _MOST_NUMBERS = 1 << 16  # of x that the kernel for few rows takes
+MANY_ROWS = 64  # up to which Hopper has a kernel of ours that takes norm and gate along
+_MOST_COLUMNS = 1 << 15  # for that one: a head is large enough for a library
+_DEEPEST = 1 << 14
 GROUP = 64  # weights along K that share one scale in the int8 form
 _INT8_MAX = 127
 _FLOAT16_MAX = 65504.0
@@ -153,7 +156,7 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """
     columns, depth = w.shape
     if w.form == "dense":
-        if not _suits_few_rows(x, w):
+        if not _suits(x, w):
             return functional.linear(x, w.data, bias)
         _check_dense("linear", x, w, bias)
         few_rows_linear = _few_rows_kernel(x)
@@ -188,9 +191,37 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
 
 
 @names_wrong_types
+def linear_onto(
+    x: Tensor, residual: Tensor | None, w: PackedWeight, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``linear(x, w, bias)`` on its way to a residual stream, as `norm_linear` and `rms_norm` take it up.
+
+    Args:
+        x, w, bias: as in `linear`.      residual: (T, N) contiguous, of the dtype of x, or None for 0.
+
+    Returns:
+        ``(out, residual)``, to be added; where the kernel adds them for nothing, ``(out + residual, None)``,
+        out being rounded before, and the sum.
+
+    Raises:
+        KernelArgumentError: a shape, dtype, device or stride is wrong.
+    """
+    if residual is None or residual.requires_grad or not _suits_many_rows(x, w):
+        return linear(x, w, bias), residual
+    name = "linear_onto"
+    _check_dense(name, x, w, bias)
+    checks.exactly(name, "residual", residual, (x.shape[0], w.shape[0]), x.device, (x.dtype,))
+    kernel = _few_rows_kernel(x)
+    total: Tensor = kernel(x.contiguous(), w.data, bias, residual.contiguous(), None, 0.0, False, w.at_rest)[
+        0
+    ]
+    return total, None
+
+
+@names_wrong_types
 def norm_linear(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     norm_weight: Tensor,
     eps: float,
     w: PackedWeight,
@@ -203,11 +234,13 @@ def norm_linear(
     One launch for a few rows on a GPU, where each launch is a good part of the time; else those functions.
 
     Args:
-        x, residual: (T, K) contiguous.      norm_weight, eps: as in `rms_norm`.      w, bias: as in `linear`.
+        x, residual: (T, K) contiguous; residual may be None for 0.      norm_weight, eps: as in `rms_norm`.
+        w, bias: as in `linear`.
         gated: w is [gate; up], (2 I, K), and ``silu(gate) * up`` of the product is what comes out.
 
     Returns:
-        ``(out, new_residual)``, both new, of the dtype of x: (T, N), or (T, I) if gated, and (T, K).
+        ``(out, new_residual)``, of the dtype of x: (T, N), or (T, I) if gated, and (T, K). Both new, but that
+        without a residual the second is x.
 
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong.
@@ -215,19 +248,29 @@ def norm_linear(
     name = "norm_linear"
     if gated and w.shape[0] % 2:
         raise checks.wrong(name, "the rows of w", "an even number where gated", w.shape[0])
-    if not _suits_few_rows(x, w) or norm_weight.dtype != x.dtype or residual.requires_grad:
-        normed, new_residual = rms_norm(x, norm_weight, eps, residual=residual)
+    suits = _suits_many_rows(x, w, has_norm=True) or (residual is not None and _suits_few_rows(x, w))
+    if not suits or norm_weight.dtype != x.dtype or (residual is not None and residual.requires_grad):
+        if residual is None:
+            normed, new_residual = rms_norm(x, norm_weight, eps), x
+        else:
+            normed, new_residual = rms_norm(x, norm_weight, eps, residual=residual)
         out = linear(normed, w, bias)
         return (silu_and_mul(out) if gated else out), new_residual
     _check_dense(name, x, w, bias)
-    checks.exactly(name, "residual", residual, tuple(x.shape), x.device, (x.dtype,))
+    if residual is not None:
+        checks.exactly(name, "residual", residual, tuple(x.shape), x.device, (x.dtype,))
+        residual = residual.contiguous()
     checks.exactly(name, "norm_weight", norm_weight, (x.shape[1],), x.device, (x.dtype,))
     if not 0.0 <= eps <= checks.FLOAT32_MAX:
         raise checks.wrong(name, "eps", "0 or positive", eps)
-    result: tuple[Tensor, Tensor] = _few_rows_kernel(x)(
-        x.contiguous(), w.data, bias, residual.contiguous(), norm_weight, eps, gated, w.at_rest
+    out, new_residual = _few_rows_kernel(x)(
+        x.contiguous(), w.data, bias, residual, norm_weight, eps, gated, w.at_rest
     )
-    return result
+    return out, (x if new_residual is None else new_residual)
+
+
+def _suits(x: Tensor, w: PackedWeight) -> bool:
+    return _suits_few_rows(x, w) or _suits_many_rows(x, w)
 
 
 def _suits_few_rows(x: Tensor, w: PackedWeight) -> bool:
@@ -245,6 +288,29 @@ def _suits_few_rows(x: Tensor, w: PackedWeight) -> bool:
         and w.data.is_contiguous()
         and backend.implementation_of("few_rows_linear", x.device.type, x.dtype) == "triton"
     )
+
+
+def _suits_many_rows(x: Tensor, w: PackedWeight, *, has_norm: bool = False) -> bool:
+    """Whether the kernel for more than a few rows takes it. It has no gradients, either."""
+    return (
+        w.form == "dense"
+        and x.dim() == 2
+        and FEW_ROWS < x.shape[0] <= MANY_ROWS
+        and w.shape[0] <= _MOST_COLUMNS
+        and w.shape[1] <= _DEEPEST
+        and not x.is_cpu
+        and not x.requires_grad
+        and w.data.is_contiguous()
+        and backend.implementation_of("few_rows_linear", x.device.type, x.dtype) == "triton"
+        and _does_many_rows(x.device, x.dtype, w.shape[1], has_norm)
+    )
+
+
+@functools.cache
+def _does_many_rows(device: torch.device, dtype: torch.dtype, depth: int, has_norm: bool) -> bool:
+    from octavo.kernels.triton import few_rows_linear
+
+    return few_rows_linear.unfit_for_many_rows(device, dtype, depth, has_norm=has_norm) is None
 
 
 def _few_rows_kernel(x: Tensor) -> backend.Kernel:

@@ -63,7 +63,7 @@ class Attention:
 
         `kv_cache` is this layer's.
         """
-        return self.attend(self.qkv(x), positions, kv_cache, meta)
+        return self.output(self.attend(self.qkv(x), positions, kv_cache, meta))
 
     def attend(
         self,
@@ -72,7 +72,7 @@ class Attention:
         kv_cache: LayerCache,
         meta: AttentionMetadata,
     ) -> torch.Tensor:
-        """The rest of it, from what the projection `qkv` made, (T, heads in all * D)."""
+        """What goes into `output`, (T, H * D), from what the projection `qkv` made, (T, heads in all * D)."""
         num_tokens = qkv.shape[0]
         qkv = qkv.view(num_tokens, self.num_heads_in_all, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)
@@ -124,4 +124,4 @@ class Attention:
                 v_scale=v_scale,
                 batch_invariant=self.batch_invariant,
             )
-        return self.output(attended.view(num_tokens, self.width))
+        return attended.view(num_tokens, self.width)

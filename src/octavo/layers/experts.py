@@ -58,9 +58,9 @@ class ExpertsMLP:
         return mixed + opening * self.shared(x)
 
     def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this layer of norm(x + residual), x + residual)."""
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The stream x + residual with this layer of its norm, as two that are left to be added."""
         x, residual = norm.add(x, residual)
         return self(x), residual
 

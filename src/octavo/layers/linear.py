@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.kernels import silu_and_mul
-from octavo.kernels.linear import PackedWeight, linear, norm_linear
+from octavo.kernels.linear import PackedWeight, linear, linear_onto, norm_linear
 from octavo.layers.norm import RMSNorm
 
 
@@ -22,6 +21,12 @@ class Linear:
         """x (T, K) contiguous -> (T, N)."""
         return linear(x, self.weight, self.bias)
 
+    def onto(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The residual stream with this layer of x, as the two that `after_norm` takes and adds."""
+        return linear_onto(x, residual, self.weight, self.bias)
+
     def after_norm(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, *, gated: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +34,4 @@ class Linear:
 
         gated: the rows are gate's and up's, and silu(gate) * up of them comes out.
         """
-        if residual is None:
-            out = self(norm(x))
-            return (silu_and_mul(out) if gated else out), x
         return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gated=gated)

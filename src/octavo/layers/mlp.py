@@ -23,11 +23,11 @@ class GatedMLP:
         return self.down(silu_and_mul(self.gate_up(x)))
 
     def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this layer of norm(x + residual), x + residual)."""
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The stream x + residual with this layer of its norm, as two that may be left to be added."""
         inner, residual = self.gate_up.after_norm(norm, x, residual, gated=True)
-        return self.down(inner), residual
+        return self.down.onto(inner, residual)
 
 
 class GeluMLP:

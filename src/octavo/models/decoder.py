@@ -132,9 +132,9 @@ class DecoderCausalLM:
         residual: torch.Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             qkv, residual = layer.attention.qkv.after_norm(layer.input_norm, x, residual)
-            x = layer.attention.attend(qkv, positions, kv_cache, meta)
+            attended = layer.attention.attend(qkv, positions, kv_cache, meta)
+            x, residual = layer.attention.output.onto(attended, residual)
             x, residual = layer.mlp.after_norm(layer.post_attention_norm, x, residual)
-        assert residual is not None
         return self.norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,9 @@ them, whatever the row count.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.known_calls import KnownCalls
-from octavo.kernels.triton import launch, rows_linear, tuning
+from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
 FEW_ROWS = 4
@@ -112,6 +114,27 @@ def supports(x_dtype: torch.dtype) -> str | None:
     return None if x_dtype in _DTYPES else f"no Triton kernel for {x_dtype}"
 
 
+def unfit_for_many_rows(
+    device: torch.device, dtype: torch.dtype, depth: int, *, has_norm: bool
+) -> str | None:
+    """Why it does not take more than FEW_ROWS rows, up to 64; None when it does."""
+    module = _rows_linear()
+    if isinstance(module, str):
+        return module
+    reason: str | None = module.unfit_reason(device, dtype, depth, has_norm=has_norm)
+    return reason
+
+
+@functools.cache
+def _rows_linear() -> Any:
+    """The module of the kernel for more rows, or why there is none."""
+    try:
+        from octavo.kernels.triton import rows_linear
+    except (ImportError, AttributeError) as error:  # it is written in Gluon, which moves with every release
+        return f"rows_linear does not import ({error})"
+    return rows_linear
+
+
 def few_rows_linear(
     x: Tensor,
     weight: Tensor,
@@ -150,6 +173,7 @@ def _prepare(
     num_rows = x.shape[0]
     width = weight.shape[0] // 2 if is_gated else weight.shape[0]
     if num_rows > FEW_ROWS:
+        rows_linear = _rows_linear()
         name, key_and_default = "rows_linear", rows_linear.launch_class(x, width, is_gated)
         make = rows_linear.prepare
     else:

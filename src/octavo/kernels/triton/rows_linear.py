@@ -1,4 +1,4 @@
-"""A linear layer for 5 to 64 rows in Gluon: tensor cores straight from registers, one launch with norm and gate.
+"""A linear layer for 5 to 64 rows in Gluon: from memory into tensor cores, and norm and gate along.
 
 What `few_rows_linear.py` says of a few rows holds here, too: reading the weight is what takes time. The warps
 of a program share out K, every warp has all its rows and columns, and nobody reads what another reads: so
@@ -32,7 +32,6 @@ from octavo.kernels.triton import is_interpreted, launch
 from octavo.kernels.triton.launch import direct
 from octavo.kernels.triton.tuning import Parameters
 
-MOST_ROWS = 64
 _OLDEST, _NEWEST = (3, 6), (3, 9)  # of Triton, that the tests compile it with: Gluon's names still move
 _FEW_COLUMNS = 2048
 NO_RESIDUAL, IN_FRONT, BEHIND = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -40,7 +39,7 @@ NO_RESIDUAL, IN_FRONT, BEHIND = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2
 
 @gluon.jit
 def _block(at, start: gl.constexpr, inner, DEPTH: gl.constexpr, BLOCK_K: gl.constexpr, POLICY: gl.constexpr):
-    """What lies from `start` along K at the pointers of the first block; 0 behind the end. inner: K in a block."""
+    """What lies `start` further along K than `at`; 0 behind the end. inner: the places along K in a block."""
     if start + BLOCK_K <= DEPTH:
         return gl.load(at + start, eviction_policy=POLICY)
     return gl.load(at + start, mask=start + inner < DEPTH, other=0.0, eviction_policy=POLICY)
@@ -55,7 +54,7 @@ def rows_linear(
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """RESIDUAL: where it is added, to x or to the output. IS_WHOLE: BLOCK_N divides width. BLOCK_K: of all warps, a multiple of 32 for each."""
+    """RESIDUAL: where it is added. IS_WHOLE: BLOCK_N divides width. BLOCK_K: a multiple of 32 per warp."""
     if PDL:
         gdc_launch_dependents()
         if not AT_REST:
@@ -67,7 +66,8 @@ def rows_linear(
     STEPS: gl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
     HELD: gl.constexpr = min(AHEAD, STEPS)
 
-    columns = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, W)))
+    first = gl.program_id(0) * BLOCK_N
+    columns = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, W)))
     if not IS_WHOLE:
         columns = gl.minimum(columns, width - 1)  # dead ones read something that exists, and are not written
     warp = gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, W)))
@@ -87,9 +87,8 @@ def rows_linear(
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))
     is_row = (rows < num_rows)[None, None, :]
     x_place = (gl.minimum(rows, num_rows - 1) * DEPTH)[None, None, :] + x_inner
-    if PDL:
-        if AT_REST:
-            gdc_wait()
+    if PDL and AT_REST:
+        gdc_wait()
 
     sums = gl.zeros([num_warps, BLOCK_N, ROWS], gl.float32, layout=MMA)
     up_sums = gl.zeros([num_warps, BLOCK_N, ROWS], gl.float32, layout=MMA)
@@ -113,9 +112,10 @@ def rows_linear(
             up_part = held[step * 2 + 1]
             up_sums = mma_v2(up_part, values, up_sums)
         if step + HELD < STEPS:
-            held = held + (_block(weight_at, (step + HELD) * BLOCK_K, w_inner, DEPTH, BLOCK_K, "evict_first"),)
+            at = (step + HELD) * BLOCK_K
+            held = held + (_block(weight_at, at, w_inner, DEPTH, BLOCK_K, "evict_first"),)
             if IS_GATED:
-                held = held + (_block(up_at, (step + HELD) * BLOCK_K, w_inner, DEPTH, BLOCK_K, "evict_first"),)
+                held = held + (_block(up_at, at, w_inner, DEPTH, BLOCK_K, "evict_first"),)
 
     # A thread adds up what the warps have of an output.
     ADD: gl.constexpr = gl.BlockedLayout([num_warps, 1, 1], [1, 16, 2], [1, 1, num_warps], [1, 2, 0])
@@ -129,7 +129,7 @@ def rows_linear(
         rms = gl.rsqrt(total * (1.0 / DEPTH) + eps)[None, :]
         found *= rms
         up *= rms
-    columns = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
+    columns = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     if HAS_BIAS:
         found += gl.load(bias + columns, mask=columns < width, other=0.0).to(gl.float32)[:, None]
@@ -145,19 +145,17 @@ def rows_linear(
     gl.store(out + place, rounded, mask=is_live)
 
 
-def unfit_reason(x: Tensor, *, has_norm: bool) -> str | None:
-    """Why the kernel does not do it; None when it does."""
-    reason = _unfit_device(x.device)
+def unfit_reason(device: torch.device, dtype: torch.dtype, depth: int, *, has_norm: bool) -> str | None:
+    """Why the kernel does not do it, whatever the rows; None when it does."""
+    reason = _unfit_device(device)
     if reason is not None:
         return reason
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"activations of {x.dtype}"
-    if has_norm and x.dtype == torch.float16:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"activations of {dtype}"
+    if has_norm and dtype == torch.float16:
         return "a norm in float16: what is not yet divided by the root may be too large"
-    if not 0 < x.shape[0] <= MOST_ROWS:
-        return f"{x.shape[0]} rows"
-    if x.shape[1] % 8 or x.shape[1] == 0:
-        return f"rows of {x.shape[1]} numbers, which are not aligned to 16 bytes"
+    if depth % 8 or depth == 0:
+        return f"rows of {depth} numbers, which are not aligned to 16 bytes"
     return None
 
 
