@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from octavo.kernels import (
     gelu_tanh,
     grouped_linear,
     linear,
+    linear_onto,
     norm_linear,
     pack_experts,
     pack_weight,
@@ -103,10 +105,13 @@ def product(num_rows: int, width: int, depth: int, dtype: torch.dtype = BF16) ->
     return lambda: linear(torch.zeros(num_rows, depth, dtype=dtype), weight, torch.zeros(width, dtype=dtype))
 
 
-def few_rows(num_rows: int, width: int, depth: int, *, is_fused: bool = False) -> Call:
-    """A plain product; or norm, [gate; up] and what they make, `width` each."""
+def few_rows(num_rows: int, width: int, depth: int, *, is_fused: bool = False, is_onto: bool = False) -> Call:
+    """A plain product; or norm, [gate; up] and what they make, `width` each; or a product onto a residual."""
     x = torch.zeros(num_rows, depth, dtype=BF16)
-    weight = pack_weight(torch.zeros(2 * width if is_fused else width, depth, dtype=BF16), "dense")
+    dense = pack_weight(torch.zeros(2 * width if is_fused else width, depth, dtype=BF16), "dense")
+    weight = replace(dense, at_rest=True)
+    if is_onto:
+        return lambda: linear_onto(x, torch.zeros(num_rows, width, dtype=BF16), weight)
     if is_fused:
         return lambda: norm_linear(x, x.clone(), x[0].clone(), 1e-6, weight, gated=True)
     return lambda: linear(x, weight)
@@ -218,6 +223,11 @@ ALL: dict[str, Call] = SOME | {
     "few rows 1 of 151936x1024": few_rows(1, 151_936, 1024),
     "few rows 1 of 3072x1024 fused": few_rows(1, 3072, 1024, is_fused=True),
     "few rows 4 of 12288x4096 fused": few_rows(4, 12288, 4096, is_fused=True),
+    "rows 5 of 4096x1024": few_rows(5, 4096, 1024),
+    "rows 16 of 3072x1024 fused": few_rows(16, 3072, 1024, is_fused=True),
+    "rows 16 of 1024x3072 onto": few_rows(16, 1024, 3072, is_onto=True),
+    "rows 32 of 37x576 onto": few_rows(32, 37, 576, is_onto=True),
+    "rows 64 of 1024x2048 onto": few_rows(64, 1024, 2048, is_onto=True),
     "invariant product 151936x1024": product(64, 151_936, 1024),
     "invariant product 576x576 fp32": product(64, 576, 576, FP32),
     "decode rows 256": decode_rows(256, 2560),

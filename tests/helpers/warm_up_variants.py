@@ -28,6 +28,7 @@ from octavo.kernels import (
     flash_attn_varlen_func,
     gpu_checks,
     linear,
+    linear_onto,
     norm_linear,
     pack_weight,
 )
@@ -128,8 +129,9 @@ def everything(model: ModelShape) -> None:
     for rows in around_powers(model.max_num_seqs):
         _sample(model, rows)
     if not model.batch_invariant:
-        for rows in range(1, min(5, model.max_num_seqs, model.max_num_batched_tokens) + 1):
-            _layer(model, rows)
+        for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65):
+            if rows <= min(model.max_num_seqs, model.max_num_batched_tokens):
+                _layer(model, rows)
     if model.max_num_seqs > 257 and model.max_num_batched_tokens >= 2048:
         sweep = gpu_checks.Sweep(model)
         for batch in sweep.batches(60):
@@ -201,11 +203,13 @@ def _layer(model: ModelShape, rows: int) -> None:
     def weight(width: int, depth: int) -> PackedWeight:
         return replace(pack_weight(torch.zeros(width, depth, dtype=model.dtype), "dense"), at_rest=True)
 
-    linear(x, weight(fused, hidden))
-    norm_linear(x, x, norm, 1e-6, weight(fused, hidden))
-    linear(torch.zeros(rows, attended, dtype=model.dtype), weight(hidden, attended))
-    norm_linear(x, x, norm, 1e-6, weight(2 * inner, hidden), gated=True)
-    linear(torch.zeros(rows, inner, dtype=model.dtype), weight(hidden, inner))
+    attended_rows = torch.zeros(rows, attended, dtype=model.dtype)
+    residual: torch.Tensor | None = None
+    for _ in range(2):
+        _, residual = norm_linear(x, residual, norm, 1e-6, weight(fused, hidden))
+        x, residual = linear_onto(attended_rows, residual, weight(hidden, attended))
+        y, residual = norm_linear(x, residual, norm, 1e-6, weight(2 * inner, hidden), gated=True)
+        x, residual = linear_onto(y, residual, weight(hidden, inner))
     linear(x, weight(model.vocab_size, hidden))
 
 

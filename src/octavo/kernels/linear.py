@@ -45,7 +45,7 @@ Form = Literal["dense", "invariant", "float32", "float16", "int8"]
 FEW_ROWS = 4  # up to which a GPU's time for a product is that of reading the weight, and ours to save
 _MOST_NUMBERS = 1 << 16  # of x that the kernel for few rows takes
 MANY_ROWS = 64  # up to which Hopper has a kernel of ours that takes norm and gate along
-_MOST_COLUMNS = 1 << 15  # for that one: a head is large enough for a library
+MOST_COLUMNS = 1 << 15  # for that one: a head is large enough for a library
 _DEEPEST = 1 << 14
 GROUP = 64  # weights along K that share one scale in the int8 form
 _INT8_MAX = 127
@@ -296,7 +296,7 @@ def _suits_many_rows(x: Tensor, w: PackedWeight, *, has_norm: bool = False) -> b
         w.form == "dense"
         and x.dim() == 2
         and FEW_ROWS < x.shape[0] <= MANY_ROWS
-        and w.shape[0] <= _MOST_COLUMNS
+        and w.shape[0] <= MOST_COLUMNS
         and w.shape[1] <= _DEEPEST
         and not x.is_cpu
         and not x.requires_grad

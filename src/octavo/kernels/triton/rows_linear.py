@@ -178,8 +178,13 @@ def launch_class(x: Tensor, width: int, is_gated: bool) -> tuple[str, Parameters
     rows, depth = rows_class(x.shape[0]), x.shape[1]
     size = "few" if width <= _FEW_COLUMNS else "many"
     key = f"M{rows} K{depth} {size} columns {x.element_size()} bytes{' gated' if is_gated else ''}"
-    block_n = 16 if size == "few" or is_gated else 32
-    return key, {"BLOCK_N": block_n, "BLOCK_K": 256, "AHEAD": 4, "num_warps": 8, "PDL": 1}
+    # Enough programs for a GPU; 64 KB of the weight under way in each, or as much as there are registers for.
+    if size == "few":
+        ahead = 4 if rows <= 32 else 2
+        return key, {"BLOCK_N": 16, "BLOCK_K": 512, "AHEAD": ahead, "num_warps": 16, "PDL": 1}
+    ahead = 4 if rows <= 32 and depth <= 1024 else 2
+    block_n = 16 if is_gated else 32
+    return key, {"BLOCK_N": block_n, "BLOCK_K": 256, "AHEAD": ahead, "num_warps": 8, "PDL": 1}
 
 
 def rows_class(num_rows: int) -> int:

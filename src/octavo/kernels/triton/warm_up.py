@@ -17,6 +17,7 @@ from octavo.kernels.triton import SHORT, hashing_of_triton, is_interpreted, unfi
 from octavo.kernels.triton.monitor import watch
 
 if TYPE_CHECKING:
+    from octavo.kernels.linear import PackedWeight
     from octavo.kernels.triton.monitor import Made
 
 Job = Callable[[], object]
@@ -372,19 +373,62 @@ def _products(model: ModelShape) -> Iterator[Job]:
     for rows in _powers(min(FEW_ROWS, model.max_num_seqs, model.max_num_batched_tokens)):
         for kind in kinds:
             yield functools.partial(_product, model, rows, *kind)
+    yield from _products_of_many(model, fused, attended)
 
 
-def _product(model: ModelShape, rows: int, width: int, depth: int, has_norm: bool, gated: bool) -> None:
-    from octavo.kernels import linear, norm_linear, pack_weight
+def _products_of_many(model: ModelShape, fused: int, attended: int) -> Iterator[Job]:
+    """The same for more rows, where residuals are added behind the products in front of a norm."""
+    from octavo.kernels.linear import FEW_ROWS, MANY_ROWS, MOST_COLUMNS
 
-    num_rows = 2 * width if gated else width
+    assert model.hidden_size is not None
+    hidden, inner = model.hidden_size, model.intermediate_size
+    most = min(MANY_ROWS, model.max_num_seqs, model.max_num_batched_tokens)
+    for rows in sorted({min(size, most) for size in (8, 16, 32, 64)}):
+        if rows <= FEW_ROWS:
+            continue
+        yield functools.partial(_product, model, rows, fused, hidden, True, False, has_residual=False)
+        if inner is None:
+            yield functools.partial(_product, model, rows, fused, hidden, True, False)
+        else:
+            yield functools.partial(_product, model, rows, inner, hidden, True, True, has_residual=False)
+            yield functools.partial(_product_onto, model, rows, hidden, inner)
+        yield functools.partial(_product_onto, model, rows, hidden, attended)
+        if model.vocab_size is not None and model.vocab_size <= MOST_COLUMNS:
+            yield functools.partial(_product, model, rows, model.vocab_size, hidden, False, False)
+
+
+def _product(
+    model: ModelShape,
+    rows: int,
+    width: int,
+    depth: int,
+    has_norm: bool,
+    gated: bool,
+    *,
+    has_residual: bool = True,
+) -> None:
+    from octavo.kernels import linear, norm_linear
+
     x = torch.zeros((rows, depth), dtype=model.dtype, device=model.device)
-    zeros = torch.zeros((num_rows, depth), dtype=model.dtype, device=model.device)
-    weight = replace(pack_weight(zeros, "dense"), at_rest=True)
+    weight = _weight(model, 2 * width if gated else width, depth)
     if has_norm:
-        norm_linear(x, x, torch.ones_like(x[0]), 1e-6, weight, gated=gated)
+        norm_linear(x, x if has_residual else None, torch.ones_like(x[0]), 1e-6, weight, gated=gated)
     else:
         linear(x, weight)
+
+
+def _product_onto(model: ModelShape, rows: int, width: int, depth: int) -> None:
+    from octavo.kernels import linear_onto
+
+    x, residual = (torch.zeros((rows, n), dtype=model.dtype, device=model.device) for n in (depth, width))
+    linear_onto(x, residual, _weight(model, width, depth))
+
+
+def _weight(model: ModelShape, width: int, depth: int) -> PackedWeight:
+    from octavo.kernels import pack_weight
+
+    zeros = torch.zeros((width, depth), dtype=model.dtype, device=model.device)
+    return replace(pack_weight(zeros, "dense"), at_rest=True)
 
 
 def _sample(
