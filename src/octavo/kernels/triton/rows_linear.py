@@ -45,6 +45,12 @@ def _block(at, start: gl.constexpr, inner, DEPTH: gl.constexpr, BLOCK_K: gl.cons
     return gl.load(at + start, mask=start + inner < DEPTH, other=0.0, eviction_policy=POLICY)
 
 
+@gluon.jit
+def _ahead(at, step: gl.constexpr, inner, DEPTH: gl.constexpr, BLOCK_K: gl.constexpr):
+    """A block of the weight; read once, so not worth a place in a cache."""
+    return _block(at, step * BLOCK_K, inner, DEPTH, BLOCK_K, "evict_first")
+
+
 @direct
 @gluon.jit(do_not_specialize=["width", "num_rows"])
 def rows_linear(
@@ -77,9 +83,9 @@ def rows_linear(
     up_at = weight_at + width.to(gl.int64) * DEPTH
     held = ()
     for i in gl.static_range(HELD):
-        held = held + (_block(weight_at, i * BLOCK_K, w_inner, DEPTH, BLOCK_K, "evict_first"),)
+        held = held + (_ahead(weight_at, i, w_inner, DEPTH, BLOCK_K),)
         if IS_GATED:
-            held = held + (_block(up_at, i * BLOCK_K, w_inner, DEPTH, BLOCK_K, "evict_first"),)
+            held = held + (_ahead(up_at, i, w_inner, DEPTH, BLOCK_K),)
 
     warp = gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))
     share = gl.arange(0, SHARE, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))
@@ -112,10 +118,9 @@ def rows_linear(
             up_part = held[step * 2 + 1]
             up_sums = mma_v2(up_part, values, up_sums)
         if step + HELD < STEPS:
-            at = (step + HELD) * BLOCK_K
-            held = held + (_block(weight_at, at, w_inner, DEPTH, BLOCK_K, "evict_first"),)
+            held = held + (_ahead(weight_at, step + HELD, w_inner, DEPTH, BLOCK_K),)
             if IS_GATED:
-                held = held + (_block(up_at, at, w_inner, DEPTH, BLOCK_K, "evict_first"),)
+                held = held + (_ahead(up_at, step + HELD, w_inner, DEPTH, BLOCK_K),)
 
     # A thread adds up what the warps have of an output.
     ADD: gl.constexpr = gl.BlockedLayout([num_warps, 1, 1], [1, 16, 2], [1, 1, num_warps], [1, 2, 0])
