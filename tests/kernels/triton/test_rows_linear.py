@@ -18,7 +18,7 @@ from octavo.kernels.triton import rows_linear
 
 ROWS = [5, 8, 13, 16, 33, 64]
 PLAIN, FRONT, NORM, BEHIND = "plain", "residual and norm", "norm", "residual behind"
-# Width, depth, BLOCK_N, BLOCK_K, AHEAD, warps: whole blocks and what is left of one, all of them ahead or not.
+# Width, depth, BLOCK_N, BLOCK_K, AHEAD, warps: whole blocks and what is left of one, all ahead or not.
 SHAPES = [
     (37, 72, 16, 256, 1, 4),
     (32, 1024, 16, 512, 2, 8),

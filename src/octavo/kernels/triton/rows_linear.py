@@ -15,7 +15,7 @@ both are in the same order, and a sum over K does not mind.
 A row's output depends on the row, the weight, and the launch parameters of its class (`launch_class`).
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
 # ruff: noqa: RUF005  (Gluon has no starred tuples)
 
 import functools

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.triton import activation, few_rows_linear, kv_write, norm, rotary, rotate_and_write
+from octavo.kernels.linear import MOST_COLUMNS
+from octavo.kernels.triton import (
+    activation,
+    few_rows_linear,
+    kv_write,
+    norm,
+    rotary,
+    rotate_and_write,
+    rows_linear,
+)
 from octavo.kernels.triton.tuning import Case, Parameters, Tuning
 
 _BF16, _FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
@@ -128,10 +137,13 @@ def _activation(case: Case, parameters: Parameters) -> Sequence[Call]:
 
 
 def _few_rows(case: Case, parameters: Parameters) -> Sequence[Call]:
+    """As in a layer; from 5 rows on, a residual is added behind a product instead of in front of a norm."""
     rows, (width, depth, gated), device = case["rows"], case["product"], case["device"]
     x = torch.randn(rows, depth, dtype=_BF16, device=device)
     num_rows = 2 * width if gated else width
     residual = x if gated else None
+    if rows > few_rows_linear.FEW_ROWS:
+        residual = None if gated else torch.randn(rows, width, dtype=_BF16, device=device)
     norm_weight = torch.ones(depth, dtype=_BF16, device=device) if gated else None
 
     def build() -> Call:
@@ -184,7 +196,28 @@ def _few_rows_cases() -> list[Case]:
     return cases
 
 
+def _rows_cases() -> list[Case]:
+    cases: list[Case] = []
+    for product, rows in itertools.product(_PRODUCTS, (8, 16, 32, 64)):
+        width, depth, gated = product
+        if width <= MOST_COLUMNS:
+            x = torch.empty(rows, depth, dtype=_BF16, device="meta")
+            key, default = rows_linear.launch_class(x, width, gated)
+            shape = {"rows": rows, "product": product}
+            cases.append({"key": key, "default": default, "device": "cuda", **shape})
+    return cases
+
+
 TUNING = (
+    Tuning(
+        name="rows_linear",
+        space=[
+            {"BLOCK_N": columns, "BLOCK_K": 32 * warps * atoms, "AHEAD": ahead, "num_warps": warps, "PDL": 1}
+            for columns, warps, atoms, ahead in itertools.product((16, 32), (8, 16), (1, 2), (2, 4))
+        ],
+        cases=_rows_cases(),
+        run=_few_rows,
+    ),
     Tuning(
         name="few_rows_linear",
         space=[
