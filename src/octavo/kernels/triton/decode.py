@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import decode_plan, is_interpreted, tiles
+from octavo.kernels.triton import decode_by_key, decode_plan, is_interpreted, tiles
 from octavo.kernels.triton.attention_arguments import (
     MERGE_FACTS,
     UNALIGNED,
@@ -65,8 +65,9 @@ def _decode(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, SAME_STRIDES: tl.constexpr, ASSEMBLY: tl.constexpr,
-    PIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr, PDL: tl.constexpr,
+    PIN: tl.constexpr, BY_KEY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if PDL:
@@ -141,6 +142,8 @@ def _decode(
 
             k_head = k + head * k_stride_head
             v_head = v + head * v_stride_head
+            k_scale_head = None
+            v_scale_head = None
             if K_SCALES == 2:
                 k_scale_head = k_scale + head * k_scale_stride_head
             if V_SCALES == 2:
@@ -155,80 +158,93 @@ def _decode(
                     base = k_begin.to(tl.int64)
             if BLOCK_SIZE > 0:
                 table_row = block_table + b.to(tl.int64) * table_stride
-                next_blocks = look_up(table_row, from_key, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE)
+            if BY_KEY:
+                acc, high, total = decode_by_key.absorb(
+                    q_tile, k_head, v_head, k_scale_head, v_scale_head, table_row,
+                    from_key, to_key, first, low, above, scale,
+                    k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+                    k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
+                    left is not None or leftpad is not None, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE,
+                    SAME_STRIDES, ASSEMBLY, BY_KEY, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+            else:
+                if BLOCK_SIZE > 0:
+                    next_blocks = look_up(table_row, from_key, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE)
 
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            high = tl.full([BLOCK_M], _NOTHING, tl.float32)
-            # Summed over the keys at the end: one exchange between warps less in every tile.
-            totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for start in range(from_key, to_key, BLOCK_N):
-                keys = start + offsets
-                seen = keys < to_key
-                if left is not None or leftpad is not None:
-                    seen = seen & (keys >= first)
-                if BLOCK_SIZE == 0:
-                    block = run
-                    slot = base + start
-                else:
-                    # Looked up one tile ahead, so that keys and values wait for no table.
-                    block = next_blocks.to(tl.int64)
-                    next_blocks = look_up(
-                        table_row, start + BLOCK_N, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE
-                    )
-                    if INSIDE:
-                        slot = tl.zeros([], tl.int64) + (start & (BLOCK_SIZE - 1))
+                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                high = tl.full([BLOCK_M], _NOTHING, tl.float32)
+                # Summed over the keys at the end: one exchange between warps less in every tile.
+                totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                for start in range(from_key, to_key, BLOCK_N):
+                    keys = start + offsets
+                    seen = keys < to_key
+                    if left is not None or leftpad is not None:
+                        seen = seen & (keys >= first)
+                    if BLOCK_SIZE == 0:
+                        block = run
+                        slot = base + start
                     else:
-                        slot = (keys & (BLOCK_SIZE - 1)).to(tl.int64)
-                k_places = block * k_stride_block + slot * k_stride_slot
-                v_places = k_places
-                if not SAME_STRIDES:
-                    v_places = block * v_stride_block + slot * v_stride_slot
-                if BLOCK_SIZE == 0 or INSIDE:
-                    k_places = k_places + k_within
-                    v_places = v_places + v_within
-                    slot = slot + offsets
-                k_at = k_head + k_places[:, None] + dims[None, :]
-                v_at = v_head + v_places[:, None] + dims[None, :]
-                k_scales = None
-                v_scales = None
-                # The scale of a token nobody sees is 0, as may be that of a token that is all 0.
-                if K_SCALES == 2:
-                    k_scale_at = k_scale_head + block * k_scale_stride_block + slot * k_scale_stride_slot
-                    k_scales = tl.load(k_scale_at, mask=seen, other=0.0)
-                if V_SCALES == 2:
-                    v_scale_at = v_scale_head + block * v_scale_stride_block + slot * v_scale_stride_slot
-                    v_scales = tl.load(v_scale_at, mask=seen, other=0.0)
+                        # Looked up one tile ahead, so that keys and values wait for no table.
+                        block = next_blocks.to(tl.int64)
+                        next_blocks = look_up(
+                            table_row, start + BLOCK_N, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE
+                        )
+                        if INSIDE:
+                            slot = tl.zeros([], tl.int64) + (start & (BLOCK_SIZE - 1))
+                        else:
+                            slot = (keys & (BLOCK_SIZE - 1)).to(tl.int64)
+                    k_places = block * k_stride_block + slot * k_stride_slot
+                    v_places = k_places
+                    if not SAME_STRIDES:
+                        v_places = block * v_stride_block + slot * v_stride_slot
+                    if BLOCK_SIZE == 0 or INSIDE:
+                        k_places = k_places + k_within
+                        v_places = v_places + v_within
+                        slot = slot + offsets
+                    k_at = k_head + k_places[:, None] + dims[None, :]
+                    v_at = v_head + v_places[:, None] + dims[None, :]
+                    k_scales = None
+                    v_scales = None
+                    # The scale of a token nobody sees is 0, as may be that of a token that is all 0.
+                    if K_SCALES == 2:
+                        k_scale_at = k_scale_head + block * k_scale_stride_block + slot * k_scale_stride_slot
+                        k_scales = tl.load(k_scale_at, mask=seen, other=0.0)
+                    if V_SCALES == 2:
+                        v_scale_at = v_scale_head + block * v_scale_stride_block + slot * v_scale_stride_slot
+                        v_scales = tl.load(v_scale_at, mask=seen, other=0.0)
 
-                k_tile = load_quickly(k_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN == 2)
-                products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                if v_scales is not None:
-                    weight_of_value = logarithms(v_scales, ASSEMBLY)
-                if FUSES_SCALES:
-                    s = tl.fma(products, (k_scales * (scale * _LOG2_E))[None, :], weight_of_value[None, :])
-                else:
-                    s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, PLAIN)
+                    k_tile = load_quickly(k_at, seen[:, None], HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN == 2)
+                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
                     if v_scales is not None:
-                        s += weight_of_value[None, :]
-                visible = keys[None, :] < above[:, None]
-                if left is not None or leftpad is not None:
-                    visible = visible & (keys[None, :] >= low[:, None])
-                s = tl.where(visible, s, float("-inf"))
-                if PLAIN:
-                    new_high = tl.maximum(high, tl.max(s, 1) * (scale * _LOG2_E))
-                    p = tl.exp2(tl.fma(s, scale * _LOG2_E, -new_high[:, None]))
-                else:
-                    new_high = tl.maximum(high, tl.max(s, 1))
-                    p = tl.exp2(s - new_high[:, None])
-                shrink = tl.exp2(high - new_high)
-                high = new_high
-                totals = totals * shrink[:, None]
-                if v_scales is not None:
-                    totals += p * tl.exp2(-weight_of_value)[None, :]
-                else:
-                    totals += p
-                v_tile = load_quickly(v_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN > 0)
-                acc = tl.dot(p.to(COMPUTE), v_tile, acc * shrink[:, None], input_precision="ieee")
-            total = tl.sum(totals, 1)
+                        weight_of_value = logarithms(v_scales, ASSEMBLY)
+                    if FUSES_SCALES:
+                        s = tl.fma(
+                            products, (k_scales * (scale * _LOG2_E))[None, :], weight_of_value[None, :]
+                        )
+                    else:
+                        s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, PLAIN)
+                        if v_scales is not None:
+                            s += weight_of_value[None, :]
+                    visible = keys[None, :] < above[:, None]
+                    if left is not None or leftpad is not None:
+                        visible = visible & (keys[None, :] >= low[:, None])
+                    s = tl.where(visible, s, float("-inf"))
+                    if PLAIN:
+                        new_high = tl.maximum(high, tl.max(s, 1) * (scale * _LOG2_E))
+                        p = tl.exp2(tl.fma(s, scale * _LOG2_E, -new_high[:, None]))
+                    else:
+                        new_high = tl.maximum(high, tl.max(s, 1))
+                        p = tl.exp2(s - new_high[:, None])
+                    shrink = tl.exp2(high - new_high)
+                    high = new_high
+                    totals = totals * shrink[:, None]
+                    if v_scales is not None:
+                        totals += p * tl.exp2(-weight_of_value)[None, :]
+                    else:
+                        totals += p
+                    v_tile = load_quickly(v_at, seen[:, None], HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN > 0)
+                    acc = tl.dot(p.to(COMPUTE), v_tile, acc * shrink[:, None], input_precision="ieee")
+                total = tl.sum(totals, 1)
 
             if count == per_item:
                 tiles.store_rows(
@@ -376,6 +392,9 @@ def prepare_launches(
     device, batch, num_kv_heads = facts["q"].device, facts["batch"], facts["NUM_KV_HEADS"]
     packed = longest * facts["GROUP"]
     block_m, block_n = _block_m(facts["q"], facts["k"], together), given["BLOCK_N"]
+    by_key = 0
+    if given["BY_KEY"] and _goes_by_key(facts, together, block_n // given["num_warps"]):
+        block_m, by_key = decode_by_key.COLUMNS, given["num_warps"]
     rows = min(triton.next_power_of_2(packed), block_m)
     least = max(1, given["LEAST_KEYS"] // block_n)
     # No more programs than there can be work for, by the caller's bounds.
@@ -399,8 +418,8 @@ def prepare_launches(
         {
             **facts, **shared, "SAME_STRIDES": facts["k"].stride() == facts["v"].stride(),
             "ASSEMBLY": nvidia and facts["k"].element_size() == 1 and facts["COMPUTE"] == tl.float16,
-            "PIN": given["PIN"], "num_warps": given["num_warps"], "num_stages": given["num_stages"],
-            **registers,
+            "PIN": given["PIN"], "BY_KEY": by_key, "num_warps": given["num_warps"],
+            "num_stages": given["num_stages"], **registers,
         },
     )  # fmt: skip
     merged = {name: facts[name] for name in facts if name in MERGE_FACTS}
@@ -431,6 +450,25 @@ def _block_m(q: Tensor, k: Tensor, together: int) -> int:
     return min(max(int(triton.next_power_of_2(packed)), 16), most)
 
 
+def _goes_by_key(facts: dict[str, Any], together: int, run: int) -> bool:
+    """Whether `decode_by_key` can do it, with `run` keys of one block for each warp in a tile."""
+    q, k, block_size = facts["q"], facts["k"], facts["BLOCK_SIZE"]
+    strides = [facts[f"{name}_stride_{of}"] for name in ("k", "v") for of in ("block", "slot")]
+    of_scales = [facts[f"{name}_scale_stride_{of}"] for name in ("k", "v") for of in ("block", "slot")]
+    return (
+        k.element_size() == 1
+        and not _is_exact(q, k)
+        and together * facts["GROUP"] <= decode_by_key.COLUMNS
+        and 16 <= run <= block_size
+        and facts["softcap"] is None
+        and facts["alibi_slopes"] is None
+        and all(stride % 16 == 0 for stride in strides)
+        and all(0 <= stride * block_size < 2**31 for stride in (*strides[1::2], *of_scales[1::2]))
+        and all(0 <= stride < 2**31 for stride in (*strides, *of_scales))
+        and (is_interpreted() or (q.device.type == "cuda" and torch.version.hip is None))
+    )
+
+
 def parameters_key(q: Tensor, k: Tensor, block_size: int, together: int) -> str:
     """The class of a call in the table of tuned launch parameters."""
     return f"M{_block_m(q, k, together)} {shape_key(q, k, block_size)}"
@@ -440,16 +478,21 @@ def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
     """Launch parameters that compile without spills and fit every GPU from compute capability 8.0.
 
     BLOCK_N keys at a time, LEAST_KEYS to a range at least; PROGRAMS programs per
-    multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `load_quickly`. What counts is bytes
-    on their way: tiles have about 32 KB of keys and values. MERGED: numbers of pieces merged at once.
+    multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `load_quickly`. BY_KEY: 1 for
+    `decode_by_key`, where that can do it. What counts is bytes on their way: tiles have about 32 KB of keys
+    and values. MERGED: numbers of pieces merged at once.
     """
     exact = _is_exact(q, k)
     many_rows = _block_m(q, k, together) > 16
     quantised = k.element_size() == 1 and not exact and not many_rows
     block_n = max(32, min(128, 8192 // triton.next_power_of_2(q.shape[2])))
+    by_key = quantised and 64 <= q.shape[2] <= 128
+    if by_key:
+        block_n = 64
     if exact or many_rows:
         block_n = 16 if exact and q.shape[2] > 128 else 32
     return {
-        "BLOCK_N": block_n, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1, "PDL": 1,
-        "MERGED": 8192, "num_warps": 4, "num_stages": 2 if exact else 3, "maxnreg": 128 if quantised else 0,
+        "BLOCK_N": block_n, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1,
+        "BY_KEY": int(by_key), "PDL": 1, "MERGED": 8192, "num_warps": 4, "num_stages": 2 if exact else 3,
+        "maxnreg": 128 if quantised else 0,
     }  # fmt: skip

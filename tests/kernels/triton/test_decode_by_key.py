@@ -1,0 +1,170 @@
+"""Decode attention with a row for each key, in the interpreter: what it serves, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.attention_cases import Case, Inputs, assert_within_ratio, attend_one, attention, prepare
+
+from octavo.kernels.triton import decode, decode_by_key
+from octavo.kernels.triton.launch import Prepared
+
+pytestmark = pytest.mark.usefixtures("triton_room")
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+RAGGED = (70, 0, 1, 15, 16, 17, 33)
+ONE_ROW = (1,) * len(RAGGED)
+Use = Callable[..., None]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Sets parameters: by default two warps with 16 keys each, and ranges as short as a tile."""
+
+    def set_parameters(**changes: int) -> None:
+        short = {"BLOCK_N": 32, "num_warps": 2, "LEAST_KEYS": 16, "PROGRAMS": 4, "BY_KEY": 1, **changes}
+        monkeypatch.setattr(decode, "parameters", lambda *asked: {**asked[-1], **short})
+
+    set_parameters()
+    return set_parameters
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """BY_KEY of each launch."""
+    made: list[int] = []
+
+    class Watched(Prepared):
+        def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+            if "BY_KEY" in arguments:
+                made.append(arguments["BY_KEY"])
+            super().__init__(kernel, grid, arguments)
+
+    monkeypatch.setattr(decode, "Prepared", Watched)
+    return made
+
+
+CASES = [
+    Case(ONE_ROW, RAGGED, cache_dtype=FP8),
+    Case(ONE_ROW, RAGGED, cache_dtype=FP8, scales="tensor", heads=(8, 2)),
+    Case(ONE_ROW, RAGGED, cache_dtype=FP8, scales="token"),
+    Case(ONE_ROW, RAGGED, cache_dtype=INT8, scales="token", dtype=torch.float16),
+    Case((1, 4, 3, 0, 2), (70, 33, 3, 4, 16), cache_dtype=FP8, scales="token"),
+    Case((4, 2), (50, 33), cache_dtype=INT8, scales="tensor", causal=False),
+    Case((3, 2), (2, 40), cache_dtype=FP8, scales="token"),  # a row before the first key
+    Case((1, 4), (70, 33), cache_dtype=FP8, scales="token", window=(20, -1)),
+    Case((4, 3), (40, 33), cache_dtype=FP8, scales="token", window=(7, 2), causal=False),
+    Case((1, 2), (70, 33), cache_dtype=INT8, scales="token", sinks=True),
+    Case((1, 1), (200, 33), cache_dtype=FP8, scales="token", block_size=64),
+    Case((1, 2), (70, 33), cache_dtype=FP8, scales="token", heads=(6, 2)),
+    Case((1, 1), (70, 33), cache_dtype=FP8, scales="token", heads=(8, 1), head_dim=128),
+    Case((1, 2), (70, 9), cache_dtype=FP8, scales="token", head_dim=80),
+    Case((1, 2), (70, 9), cache_dtype=FP8, scales="token", interleaved=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_exact_attention(case: Case, use: Use, chosen: list[int]) -> None:
+    prepare(case, "cpu").check()
+    assert chosen == [2]
+
+
+@pytest.mark.parametrize(("keys", "warps"), [(16, 1), (64, 4), (64, 2), (128, 4)])
+def test_any_number_of_warps_and_keys(keys: int, warps: int, use: Use, chosen: list[int]) -> None:
+    use(BLOCK_N=keys, num_warps=warps)
+    prepare(Case((1, 2), (150, 33), cache_dtype=FP8, scales="token", block_size=32), "cpu").check()
+    assert chosen == [warps]
+
+
+def test_one_scale_in_memory(use: Use, chosen: list[int]) -> None:
+    inputs = prepare(Case((1, 2), (70, 33), cache_dtype=FP8, scales="tensor"), "cpu")
+    scales = {name: torch.tensor([inputs.arguments[name]]) for name in ("k_scale", "v_scale")}
+    inputs.arguments |= scales
+    inputs.check()
+    assert chosen == [2]
+
+
+def test_padding_on_the_left_is_not_seen(use: Use, chosen: list[int]) -> None:
+    inputs = prepare(Case((2, 1), (70, 33), cache_dtype=FP8, scales="token"), "cpu")
+    padding = (21, 16)
+    out, _ = run_padded(inputs, padding)
+    for b, sequence in enumerate(inputs.sequences):
+        exact, plain = (
+            attend_one(sequence, dtype, 64**-0.5, True, (-1, -1), first_key=padding[b])[0]
+            for dtype in (torch.float64, torch.bfloat16)
+        )
+        rows = slice(0, 2) if b == 0 else slice(2, 3)
+        assert_within_ratio(out[rows], exact, plain, strict=False)
+    assert chosen == [2]
+
+
+def run_padded(inputs: Inputs, padding: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = {**inputs.arguments, "softmax_scale": 64**-0.5, "alibi_slopes": None, "sinks": None}
+    out = torch.full_like(arguments["q"], math.nan)
+    lse = torch.full((out.shape[1], out.shape[0]), math.nan)
+    leftpad = torch.tensor(padding, dtype=torch.int32)
+    decode.decode_attention(**arguments, out=out, lse=lse, leftpad=leftpad)
+    return out, lse
+
+
+def test_unseen_keys_are_not_even_read(use: Use, chosen: list[int]) -> None:
+    """What lies left of a window, and its entries of the table, may be anything."""
+    case = Case((1, 2), (70, 33), window=(16, -1), cache_dtype=FP8, scales="token")
+    inputs = prepare(case, "cpu")
+    out, lse = inputs.check()
+    for b, first in enumerate((70 - 1 - 16, 33 - 2 - 16)):
+        unseen = inputs.slots[b][:first]
+        for name in ("k", "v"):
+            inputs.arguments[name].view(torch.uint8)[unseen // 16, unseen % 16] = 0x7F  # NaN
+            inputs.arguments[f"{name}_scale"][unseen // 16, unseen % 16] = math.nan
+        inputs.arguments["block_table"][b, : first // 16] = -(2**30)
+    again, lse_again = inputs.run()
+    assert torch.equal(again, out)
+    assert torch.equal(lse_again, lse)
+    assert set(chosen) == {2}
+
+
+def test_the_other_form_answers_alike(use: Use) -> None:
+    inputs = prepare(Case((1, 4), (150, 70), cache_dtype=FP8, scales="token", sinks=True), "cpu")
+    by_key, lse = inputs.check()
+    use(BY_KEY=0)
+    by_query, other_lse = inputs.check()
+    assert_within_ratio(by_key, by_query.double(), attention(inputs, torch.bfloat16)[0], strict=False)
+    torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "parameters"),
+    [
+        (Case((1, 2), (40, 9)), {}),  # 16 bits
+        (Case((1, 1), (40, 9), dtype=torch.float32, cache_dtype=FP8, scales="token"), {}),
+        (Case((1, 5), (40, 9), cache_dtype=FP8), {}),  # ten rows
+        (Case((1, 1), (40, 9), cache_dtype=FP8, heads=(9, 1)), {}),
+        (Case((1, 2), (40, 9), cache_dtype=FP8, softcap=2.0), {}),
+        (Case((1, 2), (40, 9), cache_dtype=FP8, alibi="head"), {}),
+        (Case((1, 2), (40, 9), cache_dtype=FP8, block_size=8), {}),
+        (Case((1, 2), (40, 9), cache_dtype=FP8, head_dim=20, heads=(2, 1)), {}),  # rows of 20 bytes
+        (Case((1, 2), (40, 9), cache_dtype=FP8), {"num_warps": 1}),  # 32 keys of a warp in blocks of 16
+        (Case((1, 2), (40, 9), cache_dtype=FP8), {"num_warps": 4}),
+        (Case((1, 2), (40, 9), cache_dtype=FP8), {"BY_KEY": 0}),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_serve_takes_the_other_form(
+    case: Case, parameters: dict[str, int], use: Use, chosen: list[int]
+) -> None:
+    use(**parameters)
+    prepare(case, "cpu").check()
+    assert chosen == [0]
+
+
+def test_it_is_what_one_byte_takes_by_default(chosen: list[int]) -> None:
+    assert decode_by_key.COLUMNS == 8
+    for dtype, expected in ((FP8, 4), (INT8, 4), (torch.bfloat16, 0)):
+        scales = "none" if dtype == torch.bfloat16 else "token"
+        prepare(Case((1, 1), (70, 20), cache_dtype=dtype, scales=scales, head_dim=128), "cpu").check()
+        assert chosen.pop() == expected
