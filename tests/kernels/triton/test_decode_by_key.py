@@ -73,11 +73,25 @@ def test_agrees_with_exact_attention(case: Case, use: Use, chosen: list[int]) ->
     assert chosen == [2]
 
 
-@pytest.mark.parametrize(("keys", "warps"), [(16, 1), (64, 4), (64, 2), (128, 4)])
-def test_any_number_of_warps_and_keys(keys: int, warps: int, use: Use, chosen: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("keys", "warps", "block_size"),
+    [(16, 1, 32), (64, 4, 16), (64, 2, 64), (64, 2, 16), (128, 2, 32)],
+    ids=str,
+)
+def test_any_number_of_warps_and_keys(
+    keys: int, warps: int, block_size: int, use: Use, chosen: list[int]
+) -> None:
+    """In the last two the keys of a warp are two blocks."""
     use(BLOCK_N=keys, num_warps=warps)
-    prepare(Case((1, 2), (150, 33), cache_dtype=FP8, scales="token", block_size=32), "cpu").check()
+    prepare(Case((1, 2), (150, 33), cache_dtype=FP8, scales="token", block_size=block_size), "cpu").check()
     assert chosen == [warps]
+
+
+@pytest.mark.parametrize("case", [CASES[at] for at in (0, 3, 4, 5, 7, 8, 14)], ids=str)
+def test_two_blocks_of_a_warp_agree_with_exact_attention(case: Case, use: Use, chosen: list[int]) -> None:
+    use(num_warps=1)
+    prepare(case, "cpu").check()
+    assert chosen == [1]
 
 
 def test_one_scale_in_memory(use: Use, chosen: list[int]) -> None:
@@ -111,8 +125,10 @@ def run_padded(inputs: Inputs, padding: tuple[int, ...]) -> tuple[torch.Tensor, 
     return out, lse
 
 
-def test_unseen_keys_are_not_even_read(use: Use, chosen: list[int]) -> None:
+@pytest.mark.parametrize("warps", [2, 1])
+def test_unseen_keys_are_not_even_read(warps: int, use: Use, chosen: list[int]) -> None:
     """What lies left of a window, and its entries of the table, may be anything."""
+    use(num_warps=warps)
     case = Case((1, 2), (70, 33), window=(16, -1), cache_dtype=FP8, scales="token")
     inputs = prepare(case, "cpu")
     out, lse = inputs.check()
@@ -125,7 +141,7 @@ def test_unseen_keys_are_not_even_read(use: Use, chosen: list[int]) -> None:
     again, lse_again = inputs.run()
     assert torch.equal(again, out)
     assert torch.equal(lse_again, lse)
-    assert set(chosen) == {2}
+    assert set(chosen) == {warps}
 
 
 def test_the_other_form_answers_alike(use: Use) -> None:
@@ -148,7 +164,7 @@ def test_the_other_form_answers_alike(use: Use) -> None:
         (Case((1, 2), (40, 9), cache_dtype=FP8, alibi="head"), {}),
         (Case((1, 2), (40, 9), cache_dtype=FP8, block_size=8), {}),
         (Case((1, 2), (40, 9), cache_dtype=FP8, head_dim=20, heads=(2, 1)), {}),  # rows of 20 bytes
-        (Case((1, 2), (40, 9), cache_dtype=FP8), {"num_warps": 1}),  # 32 keys of a warp in blocks of 16
+        (Case((1, 2), (40, 9), cache_dtype=FP8), {"BLOCK_N": 64, "num_warps": 1}),  # four blocks of a warp
         (Case((1, 2), (40, 9), cache_dtype=FP8), {"num_warps": 4}),
         (Case((1, 2), (40, 9), cache_dtype=FP8), {"BY_KEY": 0}),
     ],

@@ -412,11 +412,15 @@ def prepare_launches(
         "ranks": ranks, "least": least, "BLOCK_M": block_m, "BLOCK_N": block_n, "ROWS": rows,
         "BLOCK_B": block_b, "ONE_BLOCK": batch <= block_b, "ONE_ITEM": packed <= block_m, **chained,
     }  # fmt: skip
+    same_strides = all(
+        facts[f"k_{of}"] == facts[f"v_{of}"]
+        for of in ("stride_block", "stride_slot", "scale_stride_block", "scale_stride_slot")
+    )
     registers = {"maxnreg": given["maxnreg"]} if nvidia and given["maxnreg"] else {}
     decode = Prepared(
         _decode, (programs,),
         {
-            **facts, **shared, "SAME_STRIDES": facts["k"].stride() == facts["v"].stride(),
+            **facts, **shared, "SAME_STRIDES": same_strides,
             "ASSEMBLY": nvidia and facts["k"].element_size() == 1 and facts["COMPUTE"] == tl.float16,
             "PIN": given["PIN"], "BY_KEY": by_key, "num_warps": given["num_warps"],
             "num_stages": given["num_stages"], **registers,
@@ -459,7 +463,8 @@ def _goes_by_key(facts: dict[str, Any], together: int, run: int) -> bool:
         k.element_size() == 1
         and not _is_exact(q, k)
         and together * facts["GROUP"] <= decode_by_key.COLUMNS
-        and 16 <= run <= block_size
+        and min(run, block_size) >= 16
+        and run <= 2 * block_size
         and facts["softcap"] is None
         and facts["alibi_slopes"] is None
         and all(stride % 16 == 0 for stride in strides)

@@ -38,77 +38,123 @@ def absorb(
     """The partial (acc (M, D), high (M,), total (M,)) of keys from_key .. to_key - 1 for the rows of q_tile.
 
     A row sees keys low .. above - 1 (M,); IS_CUT says that `low` is not 0 everywhere. Keys before `first` or
-    from `to_key` on are not read, nor is the table for them. RUN keys never leave their block.
+    from `to_key` on are not read, nor is the table for them. A warp's keys of a tile are one run in one
+    block, or, where they are more than a block, two.
     """
-    RUN: tl.constexpr = BLOCK_N // WARPS
-    runs = tl.arange(0, WARPS) * RUN
-    within = tl.arange(0, RUN)
-    dims = tl.arange(0, BLOCK_D)[None, None, :].to(tl.uint32)
+    TWICE: tl.constexpr = BLOCK_N // WARPS > BLOCK_SIZE
+    RUN: tl.constexpr = BLOCK_SIZE if TWICE else BLOCK_N // WARPS
+    runs = tl.arange(0, WARPS) * (BLOCK_N // WARPS)
     queries = tl.broadcast_to(tl.trans(q_tile)[None, :, :], [WARPS, BLOCK_D, BLOCK_M])
+    caches = (k_head, v_head, k_scale_head, v_scale_head)
+    strides = (
+        k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+        k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
+    )  # fmt: skip
+    seen_by = (first, to_key, low, above)
     factor = scale * _LOG2_E
-    k_lanes = (within * k_stride_slot).to(tl.uint32)[None, :, None] + dims
-    v_lanes = (within * v_stride_slot).to(tl.uint32)[None, :, None] + dims
 
     acc = tl.zeros([WARPS, BLOCK_D, BLOCK_M], tl.float32)
     high = tl.full([WARPS, BLOCK_M], _NOTHING, tl.float32)
     totals = tl.zeros([WARPS, RUN, BLOCK_M], tl.float32)
-    next_blocks = _look_up(table_row, from_key + runs, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
+    blocks = _look_up(table_row, from_key + runs, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
+    more_blocks = blocks
+    if TWICE:
+        more_blocks = _look_up(table_row, from_key + runs + RUN, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
     for start in range(from_key, to_key, BLOCK_N):
-        keys = start + runs[:, None] + within[None, :]
-        seen = keys < to_key
-        if IS_CUT:
-            seen = seen & (keys >= first)
         # Looked up one tile ahead, so that keys and values wait for no table.
-        block = next_blocks.to(tl.uint32)
-        next_blocks = _look_up(table_row, start + BLOCK_N + runs, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
-        slot = runs
-        if BLOCK_SIZE > BLOCK_N:
-            slot = start + runs
-        slot = slot & (BLOCK_SIZE - 1)
-        k_places = _places(block, slot, k_stride_block, k_stride_slot)
-        v_places = k_places
-        if not SAME_STRIDES:
-            v_places = _places(block, slot, v_stride_block, v_stride_slot)
-
-        k_at = (k_head + _of_runs(k_places)) + k_lanes
-        k_tile = load_quickly(k_at, seen[:, :, None], HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, False)
-        products = tl.dot(k_tile, queries, input_precision="ieee")
-        # The scale of a token nobody sees is 0, as may be that of a token that is all 0.
-        factors = factor
-        if k_scale_head is not None:
-            k_scale_at = _places(block, slot, k_scale_stride_block, k_scale_stride_slot)[:, None]
-            k_scale_at += (within * k_scale_stride_slot).to(tl.uint32)[None, :]
-            factors = (tl.load(k_scale_head + k_scale_at, mask=seen, other=0.0) * factor)[:, :, None]
-        if v_scale_head is None:
-            s = products * factors
-        else:
-            v_scale_at = _places(block, slot, v_scale_stride_block, v_scale_stride_slot)[:, None]
-            v_scale_at += (within * v_scale_stride_slot).to(tl.uint32)[None, :]
-            v_scales = tl.load(v_scale_head + v_scale_at, mask=seen, other=0.0)
-            weight_of_value = logarithms(v_scales, ASSEMBLY)[:, :, None]
-            s = tl.fma(products, factors, weight_of_value)
-        visible = keys[:, :, None] < above[None, None, :]
-        if IS_CUT:
-            visible = visible & (keys[:, :, None] >= low[None, None, :])
-        s = tl.where(visible, s, float("-inf"))
-
-        new_high = tl.maximum(high, tl.max(s, 1))
-        p = tl.exp2(s - new_high[:, None, :])
+        these = blocks
+        blocks = _look_up(table_row, start + BLOCK_N + runs, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
+        s, share, v_at, seen = _score(
+            queries, these, start + runs, runs, caches, strides, seen_by, factor,
+            IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, BLOCK_N, RUN,
+        )  # fmt: skip
+        top = s
+        if TWICE:
+            these = more_blocks
+            more_blocks = _look_up(
+                table_row, start + BLOCK_N + runs + RUN, first, to_key, IS_CUT, BLOCK_SIZE, RUN
+            )
+            more_s, more_share, more_v_at, more_seen = _score(
+                queries, these, start + runs + RUN, runs + RUN, caches, strides, seen_by, factor,
+                IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, BLOCK_N, RUN,
+            )  # fmt: skip
+            top = tl.maximum(s, more_s)
+        new_high = tl.maximum(high, tl.max(top, 1))
         shrink = tl.exp2(high - new_high)[:, None, :]
         high = new_high
-        totals = totals * shrink
-        if v_scale_head is None:
-            totals += p
-        else:
-            totals += p * tl.exp2(-weight_of_value)
-        v_at = (v_head + _of_runs(v_places)) + v_lanes
-        v_tile = load_quickly(v_at, seen[:, :, None], HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, True)
+        p = tl.exp2(s - new_high[:, None, :])
+        totals = totals * shrink + p * share
+        v_tile = load_quickly(v_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, True)
         acc = tl.dot(tl.permute(v_tile, (0, 2, 1)), p.to(COMPUTE), acc * shrink, input_precision="ieee")
+        if TWICE:
+            p = tl.exp2(more_s - new_high[:, None, :])
+            totals += p * more_share
+            v_tile = load_quickly(more_v_at, more_seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, True)
+            acc = tl.dot(tl.permute(v_tile, (0, 2, 1)), p.to(COMPUTE), acc, input_precision="ieee")
 
     top = tl.max(high, 0)
     share = tl.exp2(high - top[None, :])
     total = tl.sum(tl.sum(totals, 1) * share, 0)
     return tl.trans(tl.sum(acc * share[:, None, :], 0)), top, total
+
+
+@triton.jit
+def _score(
+    queries, blocks, begins, runs, caches, strides, seen_by, factor,
+    IS_CUT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """Scores (WARPS, RUN, M) of a run of keys per warp, which begins at key `begins` and lies in `blocks`.
+
+    Also what a key's weight counts for in the denominator, where its values are, and whether they are seen.
+    `runs`: the begins, counted from that of the tile.
+    """
+    k_head, v_head, k_scale_head, v_scale_head = caches
+    (
+        k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+        k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
+    ) = strides  # fmt: skip
+    first, to_key, low, above = seen_by
+    within = tl.arange(0, RUN)
+    dims = tl.arange(0, BLOCK_D)[None, None, :].to(tl.uint32)
+    keys = begins[:, None] + within[None, :]
+    seen = keys < to_key
+    if IS_CUT:
+        seen = seen & (keys >= first)
+    slots = runs
+    if BLOCK_SIZE > BLOCK_N:
+        slots = begins
+    slots = slots & (BLOCK_SIZE - 1)
+    k_at = _places(blocks, slots, k_stride_block, k_stride_slot)
+    v_at = k_at
+    if not SAME_STRIDES:
+        v_at = _places(blocks, slots, v_stride_block, v_stride_slot)
+    k_at = (k_head + _of_runs(k_at)) + ((within * k_stride_slot).to(tl.uint32)[None, :, None] + dims)
+    v_at = (v_head + _of_runs(v_at)) + ((within * v_stride_slot).to(tl.uint32)[None, :, None] + dims)
+
+    k_tile = load_quickly(k_at, seen[:, :, None], HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, False)
+    products = tl.dot(k_tile, queries, input_precision="ieee")
+    # The scale of a token nobody sees is 0, as may be that of a token that is all 0.
+    if k_scale_head is not None:
+        k_scale_at = _scales_of(blocks, slots, within, k_scale_stride_block, k_scale_stride_slot)
+        factor = (tl.load(k_scale_head + k_scale_at, mask=seen, other=0.0) * factor)[:, :, None]
+    share = 1.0
+    if v_scale_head is None:
+        s = products * factor
+    else:
+        if k_scale_head is not None and SAME_STRIDES:
+            v_scale_at = k_scale_at
+        else:
+            v_scale_at = _scales_of(blocks, slots, within, v_scale_stride_block, v_scale_stride_slot)
+        v_scales = tl.load(v_scale_head + v_scale_at, mask=seen, other=0.0)
+        weight_of_value = logarithms(v_scales, ASSEMBLY)[:, :, None]
+        s = tl.fma(products, factor, weight_of_value)
+        share = tl.exp2(-weight_of_value)
+    visible = keys[:, :, None] < above[None, None, :]
+    if IS_CUT:
+        visible = visible & (keys[:, :, None] >= low[None, None, :])
+    return tl.where(visible, s, float("-inf")), share, v_at, seen[:, :, None]
 
 
 @triton.jit
@@ -121,6 +167,13 @@ def _of_runs(places):
 def _places(block, slot, stride_block, stride_slot):
     """Elements, 64-bit, at which runs begin: one wide product, as block and stride are below 2^31."""
     return block.to(tl.int64) * stride_block.to(tl.uint32).to(tl.int64) + slot * stride_slot
+
+
+@triton.jit
+def _scales_of(block, slot, within, stride_block, stride_slot):
+    """Elements (WARPS, RUN), 64-bit, at which the scales of all keys of runs are."""
+    runs = _places(block, slot, stride_block, stride_slot)
+    return runs[:, None] + (within * stride_slot).to(tl.uint32)[None, :]
 
 
 @triton.jit
