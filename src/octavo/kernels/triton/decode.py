@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import decode_by_key, decode_plan, is_interpreted, tiles
+from octavo.kernels.triton import decode_by_key, decode_by_query, decode_plan, is_interpreted, tiles
 from octavo.kernels.triton.attention_arguments import (
     MERGE_FACTS,
     UNALIGNED,
@@ -41,13 +41,11 @@ from octavo.kernels.triton.attention_arguments import (
     tensors_of,
 )
 from octavo.kernels.triton.decode_invariant import decode_invariant
-from octavo.kernels.triton.decode_tiles import load_quickly, logarithms, look_up
+from octavo.kernels.triton.decode_tiles import NOTHING
 from octavo.kernels.triton.launch import Prepared, direct
 from octavo.kernels.triton.launch import options as launch_options
 from octavo.kernels.triton.tuning import Parameters, parameters
 
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: finite, so that it subtracts
 _PLAN = ("ranks", "least")
 
 
@@ -94,12 +92,10 @@ def _decode(
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, BLOCK_N)
-    # Whether each tile lies inside one block.
-    INSIDE: tl.constexpr = BLOCK_N <= BLOCK_SIZE
-    FUSES_SCALES: tl.constexpr = K_SCALES == 2 and V_SCALES == 2 and softcap is None and alibi_slopes is None
     # Inside one block or run: where a tile's keys are relative to its first.
     k_within = offsets.to(tl.int64) * k_stride_slot
     v_within = offsets.to(tl.int64) * v_stride_slot
+    IS_CUT: tl.constexpr = left is not None or leftpad is not None
 
     while unit < end:
         q_begin, q_len, k_begin, k_len, first, per_item, units = decode_plan.work(
@@ -156,95 +152,29 @@ def _decode(
                 else:
                     run = tl.zeros([], tl.int64)
                     base = k_begin.to(tl.int64)
+            table_row = None
             if BLOCK_SIZE > 0:
                 table_row = block_table + b.to(tl.int64) * table_stride
+                run = None
+                base = None
+            strides = (
+                k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+                k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
+            )  # fmt: skip
+            bounds = (from_key, to_key, first, low, above)
             if BY_KEY:
                 acc, high, total = decode_by_key.absorb(
-                    q_tile, k_head, v_head, k_scale_head, v_scale_head, table_row,
-                    from_key, to_key, first, low, above, scale,
-                    k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-                    k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
-                    left is not None or leftpad is not None, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE,
-                    SAME_STRIDES, ASSEMBLY, BY_KEY, BLOCK_M, BLOCK_N,
+                    q_tile, k_head, v_head, k_scale_head, v_scale_head, strides, table_row, bounds, scale,
+                    IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, BY_KEY,
+                    BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             else:
-                if BLOCK_SIZE > 0:
-                    next_blocks = look_up(table_row, from_key, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE)
-
-                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                high = tl.full([BLOCK_M], _NOTHING, tl.float32)
-                # Summed over the keys at the end: one exchange between warps less in every tile.
-                totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                for start in range(from_key, to_key, BLOCK_N):
-                    keys = start + offsets
-                    seen = keys < to_key
-                    if left is not None or leftpad is not None:
-                        seen = seen & (keys >= first)
-                    if BLOCK_SIZE == 0:
-                        block = run
-                        slot = base + start
-                    else:
-                        # Looked up one tile ahead, so that keys and values wait for no table.
-                        block = next_blocks.to(tl.int64)
-                        next_blocks = look_up(
-                            table_row, start + BLOCK_N, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE
-                        )
-                        if INSIDE:
-                            slot = tl.zeros([], tl.int64) + (start & (BLOCK_SIZE - 1))
-                        else:
-                            slot = (keys & (BLOCK_SIZE - 1)).to(tl.int64)
-                    k_places = block * k_stride_block + slot * k_stride_slot
-                    v_places = k_places
-                    if not SAME_STRIDES:
-                        v_places = block * v_stride_block + slot * v_stride_slot
-                    if BLOCK_SIZE == 0 or INSIDE:
-                        k_places = k_places + k_within
-                        v_places = v_places + v_within
-                        slot = slot + offsets
-                    k_at = k_head + k_places[:, None] + dims[None, :]
-                    v_at = v_head + v_places[:, None] + dims[None, :]
-                    k_scales = None
-                    v_scales = None
-                    # The scale of a token nobody sees is 0, as may be that of a token that is all 0.
-                    if K_SCALES == 2:
-                        k_scale_at = k_scale_head + block * k_scale_stride_block + slot * k_scale_stride_slot
-                        k_scales = tl.load(k_scale_at, mask=seen, other=0.0)
-                    if V_SCALES == 2:
-                        v_scale_at = v_scale_head + block * v_scale_stride_block + slot * v_scale_stride_slot
-                        v_scales = tl.load(v_scale_at, mask=seen, other=0.0)
-
-                    k_tile = load_quickly(k_at, seen[:, None], HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN == 2)
-                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                    if v_scales is not None:
-                        weight_of_value = logarithms(v_scales, ASSEMBLY)
-                    if FUSES_SCALES:
-                        s = tl.fma(
-                            products, (k_scales * (scale * _LOG2_E))[None, :], weight_of_value[None, :]
-                        )
-                    else:
-                        s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, PLAIN)
-                        if v_scales is not None:
-                            s += weight_of_value[None, :]
-                    visible = keys[None, :] < above[:, None]
-                    if left is not None or leftpad is not None:
-                        visible = visible & (keys[None, :] >= low[:, None])
-                    s = tl.where(visible, s, float("-inf"))
-                    if PLAIN:
-                        new_high = tl.maximum(high, tl.max(s, 1) * (scale * _LOG2_E))
-                        p = tl.exp2(tl.fma(s, scale * _LOG2_E, -new_high[:, None]))
-                    else:
-                        new_high = tl.maximum(high, tl.max(s, 1))
-                        p = tl.exp2(s - new_high[:, None])
-                    shrink = tl.exp2(high - new_high)
-                    high = new_high
-                    totals = totals * shrink[:, None]
-                    if v_scales is not None:
-                        totals += p * tl.exp2(-weight_of_value)[None, :]
-                    else:
-                        totals += p
-                    v_tile = load_quickly(v_at, seen[:, None], HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN > 0)
-                    acc = tl.dot(p.to(COMPUTE), v_tile, acc * shrink[:, None], input_precision="ieee")
-                total = tl.sum(totals, 1)
+                acc, high, total = decode_by_query.absorb(
+                    q_tile, k_head, v_head, k_scale_head, v_scale_head, strides, table_row, bounds, scale,
+                    run, base, offsets, k_within, v_within, softcap, slopes, position,
+                    PLAIN, IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, PIN,
+                    BLOCK_M, BLOCK_N,
+                )  # fmt: skip
 
             if count == per_item:
                 tiles.store_rows(
@@ -300,14 +230,14 @@ def _merge_pieces(
         row = tl.program_id(1)
         dims = tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_D], tl.float32)
-        high = tl.full([], _NOTHING, tl.float32)
+        high = tl.full([], NOTHING, tl.float32)
         total = tl.zeros([], tl.float32)
         for first in range(0, count, PIECES):
             piece = first + tl.arange(0, PIECES)
             there = piece < count
             # An item begins in the second slot of its first rank, and goes on in the first of the next.
             at = (2 * (program + piece * NUM_KV_HEADS) + (piece == 0).to(tl.int32)) * ROWS + row
-            highs = tl.load(piece_sums + at * 2, mask=there, other=_NOTHING)
+            highs = tl.load(piece_sums + at * 2, mask=there, other=NOTHING)
             sums = tl.load(piece_sums + at * 2 + 1, mask=there, other=0.0)
             acc_at = piece_acc + at[:, None] * BLOCK_D + dims[None, :]
             accs = tl.load(acc_at, mask=there[:, None], other=0.0)
@@ -454,15 +384,19 @@ def _block_m(q: Tensor, k: Tensor, together: int) -> int:
     return min(max(int(triton.next_power_of_2(packed)), 16), most)
 
 
+def _fits_columns(q: Tensor, k: Tensor, together: int) -> bool:
+    """Few enough packed rows over a one-byte cache for `decode_by_key`."""
+    packed = together * q.shape[1] // k.shape[-2]
+    return k.element_size() == 1 and not _is_exact(q, k) and packed <= decode_by_key.COLUMNS
+
+
 def _goes_by_key(facts: dict[str, Any], together: int, run: int) -> bool:
     """Whether `decode_by_key` can do it, with `run` keys of one block for each warp in a tile."""
     q, k, block_size = facts["q"], facts["k"], facts["BLOCK_SIZE"]
     strides = [facts[f"{name}_stride_{of}"] for name in ("k", "v") for of in ("block", "slot")]
     of_scales = [facts[f"{name}_scale_stride_{of}"] for name in ("k", "v") for of in ("block", "slot")]
     return (
-        k.element_size() == 1
-        and not _is_exact(q, k)
-        and together * facts["GROUP"] <= decode_by_key.COLUMNS
+        _fits_columns(q, k, together)
         and min(run, block_size) >= 16
         and run <= 2 * block_size
         and facts["softcap"] is None
@@ -476,7 +410,8 @@ def _goes_by_key(facts: dict[str, Any], together: int, run: int) -> bool:
 
 def parameters_key(q: Tensor, k: Tensor, block_size: int, together: int) -> str:
     """The class of a call in the table of tuned launch parameters."""
-    return f"M{_block_m(q, k, together)} {shape_key(q, k, block_size)}"
+    rows = decode_by_key.COLUMNS if _fits_columns(q, k, together) else _block_m(q, k, together)
+    return f"M{rows} {shape_key(q, k, block_size)}"
 
 
 def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
@@ -491,7 +426,7 @@ def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
     many_rows = _block_m(q, k, together) > 16
     quantised = k.element_size() == 1 and not exact and not many_rows
     block_n = max(32, min(128, 8192 // triton.next_power_of_2(q.shape[2])))
-    by_key = quantised and 64 <= q.shape[2] <= 128
+    by_key = _fits_columns(q, k, together) and 64 <= q.shape[2] <= 128
     if by_key:
         block_n = 64
     if exact or many_rows:

@@ -17,44 +17,41 @@ compiler puts the first dimension of a product on the warps.
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.decode_tiles import load_quickly, logarithms
+from octavo.kernels.triton.decode_tiles import NOTHING, load_quickly, logarithms
 
 # Packed query rows, at most: the columns of one instruction.
 COLUMNS = 8
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_NOTHING: tl.constexpr = tl.constexpr(-1.0e30)
 
 
 @triton.jit
 def absorb(
-    q_tile, k_head, v_head, k_scale_head, v_scale_head, table_row, from_key, to_key, first, low, above, scale,
-    k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-    k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
+    q_tile, k_head, v_head, k_scale_head, v_scale_head, strides, table_row, bounds, scale,
     IS_CUT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr, ASSEMBLY: tl.constexpr, WARPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The partial (acc (M, D), high (M,), total (M,)) of keys from_key .. to_key - 1 for the rows of q_tile.
+    """The partial (acc (M, D), high (M,), total (M,)) of a range of keys for the rows of q_tile.
 
-    A row sees keys low .. above - 1 (M,); IS_CUT says that `low` is not 0 everywhere. Keys before `first` or
-    from `to_key` on are not read, nor is the table for them. A warp's keys of a tile are one run in one
-    block, or, where they are more than a block, two.
+    Pointers are to the head's keys, values and their scales, None where tokens have none; `strides` are those
+    of each in turn, over blocks and slots. `bounds` (from_key, to_key, first, low, above): the
+    range, the first key of the sequence that any row sees, and those that each row (M,) sees, `low` to
+    `above` - 1; IS_CUT says that `first` and `low` are not 0 everywhere. Keys before `first` or from `to_key`
+    on are not read, nor is the table for them.
+
+    A warp's keys of a tile are one run in one block, or, where they are more than a block, two.
     """
     TWICE: tl.constexpr = BLOCK_N // WARPS > BLOCK_SIZE
     RUN: tl.constexpr = BLOCK_SIZE if TWICE else BLOCK_N // WARPS
     runs = tl.arange(0, WARPS) * (BLOCK_N // WARPS)
     queries = tl.broadcast_to(tl.trans(q_tile)[None, :, :], [WARPS, BLOCK_D, BLOCK_M])
     caches = (k_head, v_head, k_scale_head, v_scale_head)
-    strides = (
-        k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
-        k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
-    )  # fmt: skip
-    seen_by = (first, to_key, low, above)
+    from_key, to_key, first, _, _ = bounds
     factor = scale * _LOG2_E
 
     acc = tl.zeros([WARPS, BLOCK_D, BLOCK_M], tl.float32)
-    high = tl.full([WARPS, BLOCK_M], _NOTHING, tl.float32)
+    high = tl.full([WARPS, BLOCK_M], NOTHING, tl.float32)
     totals = tl.zeros([WARPS, RUN, BLOCK_M], tl.float32)
     blocks = _look_up(table_row, from_key + runs, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
     more_blocks = blocks
@@ -65,7 +62,7 @@ def absorb(
         these = blocks
         blocks = _look_up(table_row, start + BLOCK_N + runs, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
         s, share, v_at, seen = _score(
-            queries, these, start + runs, runs, caches, strides, seen_by, factor,
+            queries, these, start + runs, runs, caches, strides, bounds, factor,
             IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, BLOCK_N, RUN,
         )  # fmt: skip
         top = s
@@ -75,7 +72,7 @@ def absorb(
                 table_row, start + BLOCK_N + runs + RUN, first, to_key, IS_CUT, BLOCK_SIZE, RUN
             )
             more_s, more_share, more_v_at, more_seen = _score(
-                queries, these, start + runs + RUN, runs + RUN, caches, strides, seen_by, factor,
+                queries, these, start + runs + RUN, runs + RUN, caches, strides, bounds, factor,
                 IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, BLOCK_N, RUN,
             )  # fmt: skip
             top = tl.maximum(s, more_s)
@@ -100,7 +97,7 @@ def absorb(
 
 @triton.jit
 def _score(
-    queries, blocks, begins, runs, caches, strides, seen_by, factor,
+    queries, blocks, begins, runs, caches, strides, bounds, factor,
     IS_CUT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     COMPUTE: tl.constexpr, SAME_STRIDES: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr,
     RUN: tl.constexpr,
@@ -115,7 +112,7 @@ def _score(
         k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
         k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
     ) = strides  # fmt: skip
-    first, to_key, low, above = seen_by
+    _, to_key, first, low, above = bounds
     within = tl.arange(0, RUN)
     dims = tl.arange(0, BLOCK_D)[None, None, :].to(tl.uint32)
     keys = begins[:, None] + within[None, :]
@@ -166,7 +163,8 @@ def _of_runs(places):
 @triton.jit
 def _places(block, slot, stride_block, stride_slot):
     """Elements, 64-bit, at which runs begin: one wide product, as block and stride are below 2^31."""
-    return block.to(tl.int64) * stride_block.to(tl.uint32).to(tl.int64) + slot * stride_slot
+    stride_block = tl.zeros([], tl.uint32) + stride_block  # which is a constant where it is 1
+    return block.to(tl.int64) * stride_block.to(tl.int64) + slot * stride_slot
 
 
 @triton.jit

@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: finite, so that it subtracts
+
 
 @triton.jit
 def look_up(

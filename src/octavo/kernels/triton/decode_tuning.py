@@ -38,15 +38,26 @@ _LAUNCHES = (
     (128, 4, 2, 2, 0),
     (128, 4, 3, 2, 0),
 )
+# The same over caches of one byte, where `decode_by_key` can do it: 16 keys for each warp, or 32.
+_BY_KEY = (
+    (64, 4, 2, 4, 128),
+    (64, 4, 3, 3, 168),
+    (64, 4, 4, 3, 168),
+    (32, 2, 3, 8, 128),
+    (64, 2, 2, 8, 128),
+    (64, 2, 3, 5, 168),
+    (128, 4, 3, 2, 0),
+)
 
 
 def _space(default: Parameters) -> list[dict[str, int]]:
     launches = [
         {
             **default, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages, "PROGRAMS": programs,
-            "maxnreg": registers,
+            "maxnreg": registers, "BY_KEY": by_key,
         }
-        for keys, warps, stages, programs, registers in _LAUNCHES
+        for by_key, some in ((0, _LAUNCHES), (1, _BY_KEY if default["BY_KEY"] else ()))
+        for keys, warps, stages, programs, registers in some
     ]  # fmt: skip
     return [*launches, {**default, "LEAST_KEYS": 128}, {**default, "MERGED": 4096}]
 
