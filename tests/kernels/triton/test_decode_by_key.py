@@ -102,6 +102,19 @@ def test_one_scale_in_memory(use: Use, chosen: list[int]) -> None:
     assert chosen == [2]
 
 
+def test_places_of_values_and_scales_may_differ_from_those_of_keys(use: Use, chosen: list[int]) -> None:
+    """Values in a cache with heads before slots; scales, of keys alone, with heads and slots before blocks."""
+    inputs = prepare(Case((1, 2), (70, 33), cache_dtype=FP8, scales="token"), "cpu")
+    out, lse = inputs.check()
+    arguments = inputs.arguments
+    arguments["v"] = arguments["v"].transpose(1, 2).contiguous().transpose(1, 2)
+    arguments["k_scale"] = arguments["k_scale"].permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    again, lse_again = inputs.run()
+    assert torch.equal(again, out)
+    assert torch.equal(lse_again, lse)
+    assert set(chosen) == {2}
+
+
 def test_padding_on_the_left_is_not_seen(use: Use, chosen: list[int]) -> None:
     inputs = prepare(Case((2, 1), (70, 33), cache_dtype=FP8, scales="token"), "cpu")
     padding = (21, 16)

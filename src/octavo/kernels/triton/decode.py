@@ -15,7 +15,9 @@ batch. `_merge_pieces` is a second small launch: program p merges the item that 
 first to cut, in the order of the keys. Same lengths, same cuts, same bits.
 
 The GROUP query heads of a KV head, and the rows of a draft, are packed into the BLOCK_M rows of one matrix
-product: row r is head ``r % GROUP`` of token ``r // GROUP``.
+product: row r is head ``r % GROUP`` of token ``r // GROUP``. What becomes of a range of keys is in
+`decode_by_query.py`, and for few rows over a one-byte cache in `decode_by_key.py`; BY_KEY is then the number
+of warps, and BLOCK_M 8.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -393,8 +395,8 @@ def _fits_columns(q: Tensor, k: Tensor, together: int) -> bool:
 def _goes_by_key(facts: dict[str, Any], together: int, run: int) -> bool:
     """Whether `decode_by_key` can do it, with `run` keys of one block for each warp in a tile."""
     q, k, block_size = facts["q"], facts["k"], facts["BLOCK_SIZE"]
-    strides = [facts[f"{name}_stride_{of}"] for name in ("k", "v") for of in ("block", "slot")]
-    of_scales = [facts[f"{name}_scale_stride_{of}"] for name in ("k", "v") for of in ("block", "slot")]
+    strides = [facts[f"{of}_stride_{place}"] for of in ("k", "v") for place in ("block", "slot")]
+    slots = [facts[f"{of}_stride_slot"] for of in ("k", "v", "k_scale", "v_scale")]
     return (
         _fits_columns(q, k, together)
         and min(run, block_size) >= 16
@@ -402,8 +404,7 @@ def _goes_by_key(facts: dict[str, Any], together: int, run: int) -> bool:
         and facts["softcap"] is None
         and facts["alibi_slopes"] is None
         and all(stride % 16 == 0 for stride in strides)
-        and all(0 <= stride * block_size < 2**31 for stride in (*strides[1::2], *of_scales[1::2]))
-        and all(0 <= stride < 2**31 for stride in (*strides, *of_scales))
+        and max(slots) * block_size < 2**31
         and (is_interpreted() or (q.device.type == "cuda" and torch.version.hip is None))
     )
 

@@ -35,10 +35,10 @@ def absorb(
     """The partial (acc (M, D), high (M,), total (M,)) of a range of keys for the rows of q_tile.
 
     Pointers are to the head's keys, values and their scales, None where tokens have none; `strides` are those
-    of each in turn, over blocks and slots. `bounds` (from_key, to_key, first, low, above): the
-    range, the first key of the sequence that any row sees, and those that each row (M,) sees, `low` to
-    `above` - 1; IS_CUT says that `first` and `low` are not 0 everywhere. Keys before `first` or from `to_key`
-    on are not read, nor is the table for them.
+    of each in turn, over blocks and slots. `bounds` (from_key, to_key, first, low, above): the range, the
+    first key of the sequence that any row sees, and those that each row (M,) sees, `low` to `above` - 1;
+    IS_CUT says that `first` and `low` are not 0 everywhere. Keys before `first` or from `to_key` on are not
+    read.
 
     A warp's keys of a tile are one run in one block, or, where they are more than a block, two.
     """
@@ -47,20 +47,20 @@ def absorb(
     runs = tl.arange(0, WARPS) * (BLOCK_N // WARPS)
     queries = tl.broadcast_to(tl.trans(q_tile)[None, :, :], [WARPS, BLOCK_D, BLOCK_M])
     caches = (k_head, v_head, k_scale_head, v_scale_head)
-    from_key, to_key, first, _, _ = bounds
+    from_key, to_key, _, _, _ = bounds
     factor = scale * _LOG2_E
 
     acc = tl.zeros([WARPS, BLOCK_D, BLOCK_M], tl.float32)
     high = tl.full([WARPS, BLOCK_M], NOTHING, tl.float32)
     totals = tl.zeros([WARPS, RUN, BLOCK_M], tl.float32)
-    blocks = _look_up(table_row, from_key + runs, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
+    blocks = _look_up(table_row, from_key + runs, to_key, BLOCK_SIZE)
     more_blocks = blocks
     if TWICE:
-        more_blocks = _look_up(table_row, from_key + runs + RUN, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
+        more_blocks = _look_up(table_row, from_key + runs + RUN, to_key, BLOCK_SIZE)
     for start in range(from_key, to_key, BLOCK_N):
         # Looked up one tile ahead, so that keys and values wait for no table.
         these = blocks
-        blocks = _look_up(table_row, start + BLOCK_N + runs, first, to_key, IS_CUT, BLOCK_SIZE, RUN)
+        blocks = _look_up(table_row, start + BLOCK_N + runs, to_key, BLOCK_SIZE)
         s, share, v_at, seen = _score(
             queries, these, start + runs, runs, caches, strides, bounds, factor,
             IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, BLOCK_N, RUN,
@@ -68,9 +68,7 @@ def absorb(
         top = s
         if TWICE:
             these = more_blocks
-            more_blocks = _look_up(
-                table_row, start + BLOCK_N + runs + RUN, first, to_key, IS_CUT, BLOCK_SIZE, RUN
-            )
+            more_blocks = _look_up(table_row, start + BLOCK_N + runs + RUN, to_key, BLOCK_SIZE)
             more_s, more_share, more_v_at, more_seen = _score(
                 queries, these, start + runs + RUN, runs + RUN, caches, strides, bounds, factor,
                 IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, BLOCK_N, RUN,
@@ -156,15 +154,19 @@ def _score(
 
 @triton.jit
 def _of_runs(places):
-    """Where each run's block begins, to be added to where the keys of a run are in it."""
+    """Where each run begins, to be added to where its keys are in it: multiples of 16.
+
+    That they follow each other is not so; it makes the compiler lay them out over the lanes of a warp before
+    the keys of a run, in every version. So a lane looks up one block, and reads of shared memory by key do
+    not collide. Nothing else depends on it: in memory the numbers of a key follow each other further.
+    """
     return tl.max_contiguous(tl.multiple_of(places[:, None, None], (16, 16, 16)), (places.shape[0], 1, 1))
 
 
 @triton.jit
 def _places(block, slot, stride_block, stride_slot):
-    """Elements, 64-bit, at which runs begin: one wide product, as block and stride are below 2^31."""
-    stride_block = tl.zeros([], tl.uint32) + stride_block  # which is a constant where it is 1
-    return block.to(tl.int64) * stride_block.to(tl.int64) + slot * stride_slot
+    """Elements, 64-bit, at which runs begin."""
+    return block.to(tl.int64) * stride_block + slot * stride_slot
 
 
 @triton.jit
@@ -175,11 +177,6 @@ def _scales_of(block, slot, within, stride_block, stride_slot):
 
 
 @triton.jit
-def _look_up(
-    table_row, keys, first, to_key, IS_CUT: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr
-):  # fmt: skip
-    """Block ids of the runs that begin at `keys`; only of those that have one of first .. to_key - 1."""
-    needed = keys < to_key
-    if IS_CUT:
-        needed = needed & (keys + RUN > first)
-    return tl.load(table_row + keys.to(tl.uint32) // BLOCK_SIZE, mask=needed, other=0)
+def _look_up(table_row, keys, to_key, BLOCK_SIZE: tl.constexpr):
+    """Block ids of the runs that begin at `keys`, if they begin before `to_key`."""
+    return tl.load(table_row + keys.to(tl.uint32) // BLOCK_SIZE, mask=keys < to_key, other=0)
