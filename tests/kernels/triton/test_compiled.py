@@ -160,6 +160,13 @@ def test_attention_multiplies_in_matrix_units(arch: int, compiled: Compiled) -> 
     assert_no_kernel_is(low_precision, lambda one: count(one, instruction) == 0, "_prefill", "attend")
 
 
+def test_over_one_byte_the_matrix_unit_multiplies_no_empty_rows(arch: int, compiled: Compiled) -> None:
+    """Keys as rows: each warp's 16 keys times 8 columns of queries, and back, 128 dims deep."""
+    if arch >= 89:
+        ((_, decode),) = kernels_of({"": compiled["decode 16/8/128 fp8"]}, "_decode")
+        assert count(decode, "HMMA") == count(decode, r"HMMA\.16816") == 16
+
+
 def test_experts_multiply_in_matrix_units_and_fetch_ahead(arch: int, compiled: Compiled) -> None:
     calls = {
         call: result

@@ -103,7 +103,7 @@ def test_one_scale_in_memory(use: Use, chosen: list[int]) -> None:
 
 
 def test_places_of_values_and_scales_may_differ_from_those_of_keys(use: Use, chosen: list[int]) -> None:
-    """Values in a cache with heads before slots; scales, of keys alone, with heads and slots before blocks."""
+    """Values in a cache with heads before slots; scales of keys with heads and slots before blocks."""
     inputs = prepare(Case((1, 2), (70, 33), cache_dtype=FP8, scales="token"), "cpu")
     out, lse = inputs.check()
     arguments = inputs.arguments
