@@ -17,8 +17,9 @@ start/MODEL                         from the start of the process to its first t
 
 A row's details are all passes (seconds, unless they say) and each engine's spread: (slowest - fastest) /
 median. The result file is written after every task; `failed` in it says what went wrong and what was left out
-for want of time. `--peers` takes NAME=FILE, too, a program that is called and answers as
-engine_contestants.py is and does.
+for want of time. With `--append` several commands make one file. What is promised on an H200 stands beside
+rows of Octavo as it starts by itself, not of another mode (`--octavo deterministic=true`). `--peers` takes
+NAME=FILE, too, a program that is called and answers as engine_contestants.py is and does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ from typing import Any
 from engine_race import ContestantError, Entry, Race, Task, Work
 from serve_process import exit_on_sigterm
 
-from octavo.bench.report import Row, commit, hardware_slug, read_result, write_result
+from octavo.bench.report import (
+    ResultFileError,
+    Row,
+    check_append,
+    hardware_slug,
+    read_result,
+    write_result,
+)
 from octavo.bench.workloads import WorkloadShape, random_workload
 from octavo.models.config import load_config
 from octavo.models.shapes import kv_cache_spec
@@ -48,7 +56,7 @@ from octavo.models.source import resolve_model
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("nano", "single", "prefill", "shared_prefix", "fp8", "start")
 PEERS = ("vllm", "nano_vllm")
-COLD = ", no kernels on disk"  # ends the name of a row
+COLD = ", no kernels on disk"
 
 # What the project promises on an H200: a number, or the least ratio to each peer.
 PROMISES: dict[str, float | dict[str, float]] = {
@@ -110,8 +118,11 @@ def tasks_of(model: str, options: argparse.Namespace) -> Iterator[Task]:
         yield Task(f"nano/{model}/fp8", "tok/s", "higher", [(nano, rounds)], entries, tokens_per_s)
 
 
-def measure(race: Race, task: Task) -> Row:
-    """The row of a task. ContestantError when ours fails; a peer that does is left out, `failed` says why."""
+def measure(race: Race, task: Task, check: Callable[[Race], None]) -> Row:
+    """The row of a task. ContestantError when ours fails; a peer that does is left out, `failed` says why.
+
+    `check` is called when all have started, and may raise.
+    """
     entries = list(task.entries)
     seconds: dict[str, list[list[float]]] = {entry.label: [[] for _ in task.works] for entry in entries}
 
@@ -146,6 +157,7 @@ def measure(race: Race, task: Task) -> Row:
 
     print(task.row, flush=True)
     each(lambda entry: race.enter(entry.contestant))
+    check(race)
     for round_ in range(1 + max(number for _, number in task.works)):
         in_turn(round_)
 
@@ -164,14 +176,21 @@ def measure(race: Race, task: Task) -> Row:
             details[f"{label}, tok/s in"] = round(rate)
     if task.row.startswith("nano/") and (bound := bytes_bound(race, task)):
         details["bytes allow, tok/s"] = round(bound)
-    return row_of(task.row, task.unit, task.better, found, details)
+    return row_of(race.options, task.row, task.unit, task.better, found, details)
 
 
-def row_of(name: str, unit: str, better: str, found: dict[str, float], details: dict[str, Any]) -> Row:
-    """`found` has Octavo's own value first."""
+def row_of(
+    options: argparse.Namespace,
+    name: str,
+    unit: str,
+    better: str,
+    found: dict[str, float],
+    details: dict[str, Any],
+) -> Row:
+    """`found` has Octavo's own value first. What is promised is promised of Octavo as it starts by itself."""
     (_, ours), *theirs = ((label, round(value, 4)) for label, value in found.items())
     peers = dict(theirs)
-    promise = PROMISES.get(name)
+    promise = None if options.octavo else PROMISES.get(name)
     if isinstance(promise, dict):
         ratios = {peer: ratio if better == "higher" else 1 / ratio for peer, ratio in promise.items()}
         least = [peers[peer] * ratio for peer, ratio in ratios.items() if peer in peers]
@@ -199,14 +218,18 @@ def bytes_bound(race: Race, task: Task) -> float | None:
     return float(work.num_output_tokens * rate / num_bytes)
 
 
-def measure_starts(race: Race) -> list[Row]:
-    """How long starts take, each alone on the GPU; a peer's is the one it had, whoever was there already."""
+def measure_starts(race: Race, check: Callable[[Race], None]) -> list[Row]:
+    """How long starts take, each alone on the GPU; a peer's is the one it had, whoever was there already.
+
+    `check` is called when Octavo has started, and may raise.
+    """
     name = f"start/{race.model}"
     print(name, flush=True)
     race.close(*race.alive)
     if "octavo" not in race.starts:
         race.start("octavo")  # may compile kernels
         race.close("octavo")
+    check(race)
     warm = []
     for _ in range(race.options.rounds):
         warm.append(race.start("octavo"))
@@ -224,7 +247,7 @@ def measure_starts(race: Race) -> list[Row]:
         "octavo, spread": round((max(warm) - min(warm)) / statistics.median(warm), 4),
         "octavo, first start of this run": round(race.starts["octavo"], 3),
     }
-    rows = [row_of(name, "s", "lower", {"octavo": statistics.median(warm), **peers}, details)]
+    rows = [row_of(race.options, name, "s", "lower", {"octavo": statistics.median(warm), **peers}, details)]
     name += COLD
     try:
         with tempfile.TemporaryDirectory() as empty:
@@ -233,7 +256,8 @@ def measure_starts(race: Race) -> list[Row]:
     except ContestantError as error:
         race.failed[name] = str(error)
     else:
-        rows.append(row_of(name, "s", "lower", {"octavo": cold}, {"octavo, passes": [round(cold, 3)]}))
+        details = {"octavo, passes": [round(cold, 3)]}
+        rows.append(row_of(race.options, name, "s", "lower", {"octavo": cold}, details))
     return rows
 
 
@@ -246,50 +270,31 @@ class Results:
     failed: dict[str, str] = field(default_factory=dict)
     gpu: str = ""
     versions: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, Any] | None = None
 
     def write(self, race: Race) -> None:
+        path = self._learn(race)
+        if not self.rows:
+            return  # a result file without a row is none
+        write_result(
+            path, self.rows, command=command_of(self.options), gpu=self.gpu, failed=self.failed,
+            extra_versions=self.versions, append=self.options.append,
+        )  # fmt: skip
+
+    def check(self, race: Race) -> None:
+        """ResultFileError where what is measured next could not be appended, by what has started so far."""
+        path = self._learn(race)
+        if self.options.append:
+            check_append(path, self.gpu, self.versions)
+
+    def _learn(self, race: Race) -> Path:
+        """Take in which GPU and which versions the race knows by now; the result file that is theirs."""
         facts = race.facts
         self.gpu = facts.get("octavo", {}).get("gpu", "") or self.gpu
         self.versions |= {p: facts[p]["version"] for p in race.options.peers if "version" in facts.get(p, {})}
-        if not self.rows:
-            return  # a result file without a row is none
-        path = self.options.json
-        if path is None:
-            path = ROOT / "bench" / "results" / (race.gpu_slug or hardware_slug()) / "engines.json"
-        if self.kept is None:
-            self.kept = self._before(path)
-        done = {row.name for row in self.rows} | self.failed.keys()
-        rows = [row for row in self.kept["rows"] if row.name not in done] + self.rows
-        failed = {what: why for what, why in self.kept["failed"].items() if not _is_of(what, done)}
-        failed |= self.failed
-        commands = dict.fromkeys([*self.kept["commands"], command_of(self.options)])
-        write_result(
-            path, rows, command="; ".join(commands), gpu=self.gpu, failed=failed,
-            extra_versions={**self.kept["versions"], **self.versions},
-        )  # fmt: skip
-
-    def _before(self, path: Path) -> dict[str, Any]:
-        """What is kept of an earlier file: with --add, all of it, if it is of this commit."""
-        kept: dict[str, Any] = {"rows": [], "failed": {}, "commands": [], "versions": {}}
-        if not (self.options.add and path.is_file()):
-            return kept
-        before = read_result(path)
-        if before["commit"] != commit():
-            print(f"--add: nothing is kept of {path}, which is of commit {before['commit']}", flush=True)
-            return kept
-        for row in before["rows"]:
-            del row["ratio"]
-            kept["rows"].append(Row(**row))
-        kept["failed"] = before.get("failed", {})
-        kept["commands"] = before["command"].split("; ")
-        kept["versions"] = {peer: v for peer, v in before["versions"].items() if peer in PEERS}
-        return kept
-
-
-def _is_of(failed: str, rows: set[str]) -> bool:
-    """Whether that is the failure of one of these rows, or of a contestant of one: `row, label`."""
-    return failed in rows or (not failed.endswith(COLD) and failed.rpartition(", ")[0] in rows)
+        if self.options.json is not None:
+            path: Path = self.options.json
+            return path
+        return ROOT / "bench" / "results" / (race.gpu_slug or hardware_slug()) / "engines.json"
 
 
 def command_of(options: argparse.Namespace) -> str:
@@ -327,12 +332,12 @@ def compare(model: str, options: argparse.Namespace, logs: Path, deadline: float
         for i, task in enumerate(tasks):
             still = {entry.contestant for later in tasks[i:] for entry in later.entries}
             race.close(*(race.alive.keys() - still))
-            attempt(task.row, race.needed_s(task), lambda task=task: [measure(race, task)])
+            attempt(task.row, race.needed_s(task), lambda task=task: [measure(race, task, results.check)])
         if "start" in options.tasks:
             num_starts = options.rounds + 1 + ("octavo" not in race.starts)
             absent = set(options.peers) - race.starts.keys() - race.lost.keys()
             needed_s = num_starts * race.start_s("octavo") + sum(map(race.start_s, absent))
-            attempt(f"start/{name}", needed_s, lambda: measure_starts(race))
+            attempt(f"start/{name}", needed_s, lambda: measure_starts(race, results.check))
         race.close(*race.alive)
     except BaseException:
         race.close(*race.alive, at_once=True)
@@ -355,7 +360,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin nothing that would end later")
     parser.add_argument("--timeout", type=float, default=240.0, help="longest pass or start, in seconds")
     parser.add_argument("--json", type=Path, help="result file; default bench/results/<machine>/engines.json")
-    parser.add_argument("--add", action="store_true", help="keep other rows of the file, of the same commit")
+    append_help = "keep the other rows of the file, which must be of this commit, machine and versions"
+    parser.add_argument("--append", action="store_true", help=append_help)
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the engines print")
     options = parser.parse_args(argv)
     peers: dict[str, Path | None] = {}
@@ -371,6 +377,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
     options.octavo = dict(map(_option, options.octavo))
+    if options.append and options.json is not None:
+        try:
+            check_append(options.json)
+        except ResultFileError as error:
+            parser.error(f"--append: {error}")
     if options.share is None:
         options.share = min(0.45, round(0.9 / (1 + len(peers)), 2))
     return options
@@ -393,7 +404,11 @@ def main(argv: list[str] | None = None) -> int:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs.mkdir(parents=True, exist_ok=True)
         for model in options.models:
-            compare(model, options, logs, deadline, results)
+            try:
+                compare(model, options, logs, deadline, results)
+            except ResultFileError as error:
+                print(error, file=sys.stderr)
+                return 1
     for what, why in results.failed.items():
         print(f"not measured: {what}: {why}")
     return 0 if results.rows else 1

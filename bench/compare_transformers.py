@@ -1,22 +1,30 @@
 """Octavo's kernels inside Transformers, beside Transformers' own attention: one model, one process, in turn.
 
-python bench/compare_transformers.py            writes bench/results/<this machine>/transformers.json
+python bench/compare_transformers.py [--tasks generate,wide,...] [--append]
 
-The model has random weights in the shape of Qwen3-0.6B, or of a toy on a CPU (`--model`). Rows:
+It writes bench/results/<this machine>/transformers.json, anew after every row; with --append other rows of
+the file stay. The model has random weights in the shape of Qwen3-0.6B, or of a toy on a CPU (`--model`).
+Tasks:
 
-transformers/continuous/...   output tokens a second of continuous batching, the first --sequences of
-                              nano-vllm's workload, and on a GPU the most memory it took. Peer: sdpa_paged.
-transformers/generate/...     milliseconds a token of `generate`, after the first one. Peer: sdpa.
-transformers/prefill/...      milliseconds of a forward over one prompt. Peer: sdpa.
+generate, wide   transformers/generate/...    milliseconds a token of `generate`, after the first one: one
+                                              prompt, and a wide batch padded on the left. Peer: sdpa.
+prefill          transformers/prefill/...     milliseconds of a forward over one prompt. Peer: sdpa.
+static           transformers/generate/... static, compiled    over a static cache; on a GPU alone
+continuous       transformers/continuous/...  output tokens a second of continuous batching, the first
+                                              --sequences of nano-vllm's workload, and on a GPU the most
+                                              memory. Peer: sdpa_paged, which gets --peer-limit seconds.
 
-Before anything is timed, logits of both are compared: a wrong result is not measured.
+Before anything is timed, logits of both are compared: a wrong result is not measured. A peer that fails, or
+takes too long, leaves Octavo's row without its column, and `failed` says why.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import re
+import shlex
 import statistics
 import time
 from collections.abc import Callable
@@ -26,11 +34,12 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from octavo.bench.report import Row, gpu_name, hardware_slug, write_result
+from octavo.bench.report import ResultFileError, Row, check_append, gpu_name, hardware_slug, write_result
 from octavo.bench.workloads import WorkloadShape, random_workload
 from octavo.integrations import transformers as integration
 
 ROOT = Path(__file__).resolve().parent.parent
+TASKS = ("generate", "wide", "prefill", "static", "continuous")
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -106,13 +115,25 @@ def fixed(new_tokens: int, **options: Any) -> GenerationConfig:
     )
 
 
-def in_turn(model: Any, rounds: int, run: Callable[[], float]) -> dict[str, float]:
-    """The median of `run()` under each implementation, after one run of each to warm up."""
+def in_turn(
+    model: Any, rounds: int, run: Callable[[], float], failed: Callable[[str, Exception], None]
+) -> dict[str, float]:
+    """The median of `run()` under each implementation, after one run of each to warm up.
+
+    The peer is left out when it fails, and `failed` told of it.
+    """
     found: dict[str, list[float]] = {"octavo": [], "sdpa": []}
     for round_ in range(rounds + 1):
-        for name, values in found.items():
+        for name, values in tuple(found.items()):
             model.set_attn_implementation(name)
-            value = run()
+            try:
+                value = run()
+            except Exception as error:
+                if name == "octavo":
+                    raise
+                failed(name, error)
+                del found[name]
+                continue
             if round_:
                 values.append(value)
     return {name: statistics.median(values) for name, values in found.items()}
@@ -130,9 +151,19 @@ def ms_per_token(
 
 
 def continuous(
-    model: Any, attention: str, shape: WorkloadShape, sequences: int, passes: int, device: str
+    model: Any,
+    attention: str,
+    shape: WorkloadShape,
+    sequences: int,
+    passes: int,
+    device: str,
+    limit_s: float | None = None,
 ) -> tuple[float, float, str]:
-    """Output tokens a second of the last pass, most memory in MB, and how it ran."""
+    """Output tokens a second of the last pass, most memory in MB, and how it ran.
+
+    RuntimeError when it stops, or has not answered everything after `limit_s` seconds.
+    """
+    deadline = None if limit_s is None else time.perf_counter() + limit_s
     model.set_attn_implementation(attention)
     workload = random_workload(shape)
     prompts, lengths = workload.prompts[:sequences], workload.output_lens[:sequences]
@@ -160,7 +191,12 @@ def continuous(
                 manager.add_request(ids, request_id=f"{number}-{i}", max_new_tokens=length)
             waited, tokens = set(range(sequences)), 0
             while waited:
-                result = manager.get_result(timeout=5)
+                if deadline is not None and time.perf_counter() > deadline:
+                    answered = sequences - len(waited)
+                    raise RuntimeError(
+                        f"{answered} of {sequences} answers, pass {number + 1} of {passes}, in {limit_s:g} s"
+                    )
+                result = manager.get_result(timeout=5 if deadline is None else 0.2)
                 if result is None and not manager.is_running():
                     raise RuntimeError(f"continuous batching with {attention} stopped")
                 if result is not None and result.is_finished():
@@ -186,35 +222,64 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse(argv: list[str] | None, device: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--model", choices=CONFIGS, default="qwen3-0.6b" if device == "cuda" else "toy")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)}")
     parser.add_argument("--sequences", type=int, default=64, help="of the workload, in continuous batching")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of generate and prefill")
     parser.add_argument("--peer-passes", type=int, default=1, help="passes of sdpa_paged (0: leave it out)")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    limit_help = "longest time for sdpa_paged, all its passes together"
+    parser.add_argument("--peer-limit", type=float, default=300.0, metavar="SECONDS", help=limit_help)
     default = ROOT / "bench" / "results" / slug(device) / "transformers.json"
     parser.add_argument("--json", type=Path, default=default, help="result file")
+    append_help = "keep the other rows of the file, which must be of this commit, machine and versions"
+    parser.add_argument("--append", action="store_true", help=append_help)
     options = parser.parse_args(argv)
+    options.tasks = options.tasks.split(",")
+    if unknown := set(options.tasks) - set(TASKS):
+        parser.error(f"--tasks: unknown {', '.join(sorted(unknown))}; known are {', '.join(TASKS)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if options.append:
+        try:
+            check_append(options.json, gpu_name() if device == "cuda" else "")
+        except ResultFileError as error:
+            parser.error(f"--append: {error}")
+    told = ["--model", options.model, "--tasks", ",".join(options.tasks), "--rounds", str(options.rounds)]
+    if "continuous" in options.tasks:
+        told += ["--sequences", str(options.sequences), "--peer-passes", str(options.peer_passes)]
+        told += ["--peer-limit", f"{options.peer_limit:g}"]
+    options.command = shlex.join(["python", "bench/compare_transformers.py", *told])
+    return options
 
+
+def main(argv: list[str] | None = None) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = parse(argv, device)
     integration.register()
     name = options.model
     shape, new_tokens, (wide, context), prompt = SIZES[name]
     model = make_model(name, device)
     check(model, device)
-    rows: list[Row] = []
+    rows: dict[str, Row] = {}
+    failed: dict[str, str] = {}
 
     def add(row: str, unit: str, found: dict[str, float], better: str = "lower", **details: str) -> None:
+        """Adds a row to the file, or writes it anew, with more of its peers."""
         peers = {peer: round(value, 4) for peer, value in found.items() if peer != "octavo"}
-        rows.append(Row(row, round(found["octavo"], 4), unit, better, None, peers, details or None))
+        rows[row] = Row(row, round(found["octavo"], 4), unit, better, None, peers, details or None)
         print(f"{row}: {found['octavo']:.4g} {unit}; {peers}", flush=True)
         write_result(
-            options.json, rows, command="python bench/compare_transformers.py",
-            gpu=gpu_name() if device == "cuda" else "",
+            options.json, list(rows.values()), command=options.command, failed=failed,
+            gpu=gpu_name() if device == "cuda" else "", append=options.append,
         )  # fmt: skip
+
+    def without(row: str, peer: str, error: Exception) -> None:
+        failed[f"{row}, {peer}"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"not measured: {row}, {peer}: {error}", flush=True)
 
     vocab_size = model.config.vocab_size
     lone = {"input_ids": torch.randint(1, vocab_size, (1, 128), device=device)}
@@ -227,35 +292,44 @@ def main(argv: list[str] | None = None) -> None:
         return 1e3 * timed(lambda: model(ids, logits_to_keep=1), device)
 
     generate = f"transformers/generate/{name} b1 128+{new_tokens}"
-    loops: dict[str, Callable[[], float]] = {
-        generate: lambda: ms_per_token(model, lone, new_tokens, device),
-        f"transformers/generate/{name} b{wide} {context}+32 left-padded": lambda: ms_per_token(
-            model, batch, 32, device
+    loops: dict[str, tuple[str, Callable[[], float]]] = {
+        "generate": (generate, lambda: ms_per_token(model, lone, new_tokens, device)),
+        "wide": (
+            f"transformers/generate/{name} b{wide} {context}+32 left-padded",
+            lambda: ms_per_token(model, batch, 32, device),
         ),
-        f"transformers/prefill/{name} 1x{prompt}": prefill,
+        "prefill": (f"transformers/prefill/{name} 1x{prompt}", prefill),
     }
-    for row, run in loops.items():
-        if options.only in row:
-            add(row, "ms" if "prefill" in row else "ms/token", in_turn(model, options.rounds, run))
-
-    row = f"transformers/continuous/{name} {options.sequences} sequences"
-    if options.only in row:
-        rate, memory, how = continuous(model, "octavo", shape, options.sequences, 2, device)
-        rates, memories, details = {"octavo": rate}, {"octavo": memory}, {"octavo": how}
-        if options.peer_passes:
-            found = continuous(model, "sdpa", shape, options.sequences, options.peer_passes, device)
-            rates["sdpa_paged"], memories["sdpa_paged"], details["sdpa_paged"] = found
-        add(row, "tok/s", rates, "higher", **details)
-        if device == "cuda":
-            add(f"{row}, peak memory", "MB", memories)
-
-    row = f"{generate} static, compiled"  # last, since torch compiles for a minute
-    if device == "cuda" and options.only in row:
+    if device == "cuda":  # torch compiles for a minute
         static = {"cache_implementation": "static"}
-        found = in_turn(
-            model, options.rounds, lambda: ms_per_token(model, lone, new_tokens, device, **static)
+        loops["static"] = (
+            f"{generate} static, compiled",
+            lambda: ms_per_token(model, lone, new_tokens, device, **static),
         )
-        add(row, "ms/token", found)
+    for task, (row, run) in loops.items():
+        if task in options.tasks:
+            found = in_turn(model, options.rounds, run, functools.partial(without, row))
+            add(row, "ms" if task == "prefill" else "ms/token", found)
+
+    if "continuous" in options.tasks:
+        row = f"transformers/continuous/{name} {options.sequences} sequences"
+        rates, memories, details = {}, {}, {}
+
+        def measure(label: str, *arguments: Any) -> None:
+            found = continuous(model, *arguments)
+            rates[label], memories[label], details[label] = found
+            add(row, "tok/s", rates, "higher", **details)
+            if device == "cuda":
+                add(f"{row}, peak memory", "MB", memories)
+
+        measure("octavo", "octavo", shape, options.sequences, 2, device)
+        if options.peer_passes:
+            peer = "sdpa", shape, options.sequences, options.peer_passes, device, options.peer_limit
+            try:
+                measure("sdpa_paged", *peer)
+            except Exception as error:
+                without(row, "sdpa_paged", error)
+                add(row, "tok/s", rates, "higher", **details)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ finds the other's in a cache. Through HTTP every request is a stream of its own,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import shlex
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve_process import Server, exit_on_sigterm
+from serve_process import START_S, Server, exit_on_sigterm, line_of
 
 from octavo.bench.report import Row, hardware_slug, write_result
 from octavo.bench.serve import Load, Target, run_load
@@ -30,6 +31,7 @@ from octavo.bench.serve_report import as_text, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_SHARE = 90.0
+RUN_S = 600.0
 
 OFFLINE = """
 import json, sys, time
@@ -54,16 +56,14 @@ class Offline:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         command = (sys.executable, "-c", OFFLINE, json.dumps([model, options]))
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.process.stdout.readline()
+        line_of(self.process, START_S)
 
     def run(self, calls: list[Call]) -> float:
         """Output tokens a second."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         work = [[call.prompt for call in calls], [call.output_len for call in calls]]
         print(json.dumps(work), file=self.process.stdin, flush=True)
-        num_tokens, elapsed_s = json.loads(self.process.stdout.readline())
+        num_tokens, elapsed_s = json.loads(line_of(self.process, RUN_S))
         assert num_tokens == sum(call.output_len for call in calls)
         return float(num_tokens / elapsed_s)
 
@@ -99,11 +99,13 @@ def main() -> int:
     options = parser.parse_args()
     engine = dict(option.split("=", 1) for option in options.engine)
     flags = [part for name, value in engine.items() for part in (f"--{name.replace('_', '-')}", value)]
-    server = Server(options.model, flags)
-    offline = Offline(options.model, {name: _value(value) for name, value in engine.items()})
-    try:
+    with contextlib.ExitStack() as running:
+        server = Server(options.model, flags)
+        running.callback(server.process.kill)
+        offline = Offline(options.model, {name: _value(value) for name, value in engine.items()})
+        running.callback(offline.process.kill)
         name = json.loads(server.get("/v1/models"))["data"][0]["id"]
-        target = Target(Endpoint.parse(server.url), name, is_chat=False)
+        target = Target(Endpoint.parse(server.url), name, is_chat=False, timeout_s=RUN_S)
         mix = Mix(
             Lengths.parse("--input-len", options.input_len),
             Lengths.parse("--output-len", options.output_len),
@@ -127,9 +129,6 @@ def main() -> int:
                 pairs.append((found["offline"], summary.output_tokens_per_s))
         print(as_text(summary))
         status = server.stop()
-    finally:
-        server.process.kill()
-        offline.process.kill()
     shares = [100 * http / direct for direct, http in pairs]
     rows = [
         Row("through HTTP, output", round(statistics.median(http for _, http in pairs), 2), "tokens/s",
@@ -140,7 +139,7 @@ def main() -> int:
     if summary.tokens_per_piece is not None:
         rows.append(Row("tokens a piece", round(summary.tokens_per_piece, 3), "tokens", better="lower"))
     path = options.json or ROOT / "bench" / "results" / hardware_slug() / "serve-cost.json"
-    write_result(path, rows, command=shlex.join(["python", *sys.argv]))
+    write_result(path, rows, command=shlex.join(["python", *sys.argv]), gpu=server.gpu)
     print(f"through HTTP: {statistics.median(shares):.1f} % of the offline engine (at least {MIN_SHARE:g} %)")
     return 1 if status or statistics.median(shares) < MIN_SHARE else 0
 

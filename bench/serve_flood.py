@@ -29,6 +29,7 @@ from octavo.bench.report import Row, hardware_slug, write_result
 from octavo.bench.serve_http import Endpoint
 
 ROOT = Path(__file__).resolve().parent.parent
+SILENCE_S = 60.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -78,7 +79,7 @@ def flood(url: str, front_pid: int, options: argparse.Namespace) -> Flood:
     selector = selectors.DefaultSelector()
     streams = []
     for _ in range(options.streams):
-        connection = socket.create_connection((endpoint.host, endpoint.port))
+        connection = socket.create_connection((endpoint.host, endpoint.port), SILENCE_S)
         streams.append(_Stream())
         selector.register(connection, selectors.EVENT_READ, streams[-1])
     (engine_pid,) = _children(front_pid)
@@ -87,7 +88,11 @@ def flood(url: str, front_pid: int, options: argparse.Namespace) -> Flood:
     for key in list(selector.get_map().values()):
         key.fileobj.sendall(request)  # type: ignore[union-attr]
     while selector.get_map():
-        for key, _ in selector.select():
+        if not (ready := selector.select(SILENCE_S)):
+            raise SystemExit(
+                f"{len(selector.get_map())} streams have not ended, and nothing came for {SILENCE_S:g} s"
+            )
+        for key, _ in ready:
             connection = key.fileobj  # type: ignore[assignment]
             data = connection.recv(1 << 18)
             if not data:

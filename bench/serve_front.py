@@ -35,13 +35,15 @@ MAX_ADDED_MS = 5.0
 
 def delays(url: str, options: argparse.Namespace) -> Spread:
     """How long tokens were on their way, while all streams ran and had settled."""
+    is_chat = options.api == "chat"
     mix = Mix(
         Lengths.parse("--input-len", "32"),
         Lengths.parse("output", str(options.num_tokens)),
         Arrivals(),
-        as_text=options.api == "chat",
+        as_text=is_chat,
     )
-    target = Target(Endpoint.parse(url), options.model, is_chat=options.api == "chat", reads_stamps=True)
+    limit_s = 60 + 3 * options.num_tokens * options.interval
+    target = Target(Endpoint.parse(url), options.model, is_chat=is_chat, timeout_s=limit_s, reads_stamps=True)
     warm_up = [dataclasses.replace(call, output_len=4) for call in itertools.islice(mix.calls(1), 8)]
     run_load(target, warm_up, concurrency=8)
     calls = list(itertools.islice(mix.calls(0), options.streams))

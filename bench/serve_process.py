@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -11,8 +12,14 @@ import tempfile
 import threading
 import urllib.request
 from pathlib import Path
+from typing import IO
 
+from octavo.bench.report import gpu_name
+
+READY = re.compile(r"ready: .* on (\w+) in .* (http://\S+)")
 START_S = 300.0
+END_S = 20.0
+_MOST_LINES = 100
 
 
 def exit_on_sigterm() -> None:
@@ -21,19 +28,20 @@ def exit_on_sigterm() -> None:
 
 
 class Server:
-    """`octavo serve` as a subprocess; `url` once it is ready."""
+    """`octavo serve` as a subprocess: once it is ready its `url`, and the `gpu` it runs on, if it does."""
 
     def __init__(self, model: str, options: list[str]) -> None:
         command = (sys.executable, "-m", "octavo", "serve", model, "--port", "0", *options)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the server
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
-        self.url = ""
+        self.url = self.gpu = ""
         stop_waiting = threading.Timer(START_S, self.process.kill)
         stop_waiting.start()
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if found := re.search(r"ready.* (http://\S+)", line):
-                self.url = found[1]
+            if found := READY.search(line):
+                self.url = found[2]
+                self.gpu = gpu_name() if found[1] == "cuda" else ""
                 break
         stop_waiting.cancel()
         if not self.url:
@@ -70,6 +78,35 @@ class Server:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def line_of(process: subprocess.Popen[str], seconds: float, log: IO[str] | None = None) -> str:
+    """The next line of its standard output. When it says none for so long, or ends, it is killed, and
+    SystemExit has the end of `log`, where its standard error goes.
+    """
+    assert process.stdout is not None
+    is_heard = select.select([process.stdout], [], [], seconds)[0]
+    if is_heard and (line := process.stdout.readline()):
+        return line
+    process.kill()
+    how = f"ended with status {process.wait()}" if is_heard else f"said nothing for {seconds:g} s"
+    said = ""
+    if log is not None:
+        log.seek(0)
+        said = "".join(log.readlines()[-_MOST_LINES:])
+    raise SystemExit(f"a process {how}: {shlex.join(map(str, process.args))[:500]}\n{said}")  # type: ignore[arg-type]
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Asks it to end, and kills it when it does not in time."""
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def rss_mib(pid: int) -> float:

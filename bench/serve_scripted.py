@@ -14,10 +14,13 @@ import functools
 import gc
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from serve_process import end, line_of
 
 from octavo.config import EngineConfig
 from octavo.engine.stats import EngineStats
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from octavo.serve.messages import ModelCard, Stage
 
 NUM_BLOCKS = 1024
+START_S = 60.0
 
 
 class _Request:
@@ -176,15 +180,16 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def running(interval_s: float, num_groups: int = 1, model: str = "smollm2-135m") -> Iterator[Running]:
-    """Such a server in processes of its own."""
+    """Such a server in processes of its own. SystemExit with what it had to say when it does not start."""
     options = ("--interval", str(interval_s), "--groups", str(num_groups), "--model", model)
     command = (sys.executable, __file__, *options)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
-            assert process.stdout is not None
-            yield Running(f"http://127.0.0.1:{int(process.stdout.readline())}/v1", process.pid)
+            port = int(line_of(process, START_S, log))
+            yield Running(f"http://127.0.0.1:{port}/v1", process.pid)
         finally:
-            process.terminate()
+            end(process)
 
 
 def main() -> None:

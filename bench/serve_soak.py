@@ -194,7 +194,7 @@ def main() -> int:
             + (f" (at most {row.floor:g})" if row.floor is not None else "")
         )
     path = options.json or ROOT / "bench" / "results" / hardware_slug() / "serve-soak.json"
-    write_result(path, rows, command=shlex.join(["python", *sys.argv]))
+    write_result(path, rows, command=shlex.join(["python", *sys.argv]), gpu=server.gpu)
     return 1 if failed else 0
 
 

@@ -20,6 +20,12 @@ def test_a_device_that_was_left_open_is_filled_in() -> None:
     assert config.replace(max_num_batched_tokens=7).on_device("cpu").max_num_batched_tokens == 7
 
 
+def test_a_trace_and_a_profile_need_a_file_each() -> None:
+    EngineConfig(model="m", trace="a", profile="b")
+    with pytest.raises(ConfigError, match=r"trace and profile would both write '/.*/a'; name two files"):
+        EngineConfig(model="m", trace="./a", profile="a")
+
+
 def test_a_share_of_gpu_memory_needs_a_gpu() -> None:
     config = EngineConfig(model="m", gpu_memory=0.9)
     assert config.on_device("cuda").gpu_memory == 0.9
@@ -50,6 +56,9 @@ def test_graphs_run_on_a_gpu_unless_told_not_to(enforce_eager: bool) -> None:
         ({"overlap": 1}, "overlap must be True, False or None, got 1"),
         ({"run_ahead": 0}, r"run_ahead must be from 1 to 2\*\*40, got 0"),
         ({"run_ahead": True}, "run_ahead must be an int of at least 1, got True"),
+        ({"cascade_attention": 1}, "cascade_attention must be True or False, got 1"),
+        ({"cascade_attention": True, "enforce_eager": True}, "cascade_attention and enforce_eager exclude"),
+        ({"cascade_attention": True, "deterministic": True}, "cascade_attention and deterministic exclude"),
     ],
 )
 def test_bad_options_of_overlap_are_named(options: dict[str, Any], message: str) -> None:
@@ -66,6 +75,7 @@ def test_bad_options_of_overlap_are_named(options: dict[str, Any], message: str)
             "cpu",
             "deterministic=True cannot be kept with dtype='bfloat16' on a CPU{}, where .*; leave dtype at",
         ),
+        ({"cascade_attention": True}, "cpu", "cascade_attention needs a GPU{}; leave it out"),
         ({"kv_cache_dtype": "int8"}, "cpu", "kv_cache_dtype='int8' needs a GPU{}; on a CPU use 'float16'"),
         (
             {"quantization": "int8"},

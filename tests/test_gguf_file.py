@@ -132,12 +132,12 @@ def test_other_files_are_named(tmp_path: Path) -> None:
 
 
 def test_the_real_file_reads_as_the_gguf_package_reads_it_and_faster() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     ours = metadata(smollm2_path())
-    ours_s = time.perf_counter() - started
-    started = time.perf_counter()
+    ours_s = time.process_time() - started
+    started = time.process_time()
     reader = GGUFReader(smollm2_path())
-    theirs_s = time.perf_counter() - started
+    theirs_s = time.process_time() - started
     fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     assert ours.keys() == fields.keys()
     for key, field in fields.items():

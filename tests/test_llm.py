@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 from helpers.models import saved, tiny_hf_model
 from helpers.text import letters_backend
@@ -44,6 +45,25 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def ids(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False, **options)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place", "got"),
+    [
+        ([np.array([1, 2, 3])], 0, "array([1, 2, 3]) (ndarray)"),
+        ([1, np.array([2, 3])], 1, "array([2, 3]) (ndarray)"),
+        ([1, np.float64(2)], 1, "np.float64(2.0) (float64)"),
+        ([True], 0, "True (bool)"),
+    ],
+)
+def test_what_is_no_token_id_is_named(llm: LLM, prompt: Any, place: int, got: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"prompt_token_ids[{place}] must be an int, got {got}")):
+        ids(llm, prompt)
+
+
+def test_integers_of_numpy_are_token_ids(llm: LLM) -> None:
+    token_ids = llm.tokenizer.encode("hello")
+    assert ids(llm, [np.int64(token_id) for token_id in token_ids]) == ids(llm, token_ids)
 
 
 def test_one_or_many_text_or_ids_give_the_same(llm: LLM) -> None:

@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import subprocess
+import venv
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,15 @@ SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file()
 
 # Answers the questions scripts/setup asks a Python; `-m venv` puts a copy of itself into .venv.
 FAKE_PYTHON = """#!/bin/bash
+case "$*" in *"import octavo"*) cat .venv/folder 2>/dev/null; exit ;; esac
 echo "$*" >>"$LOG"
 case "$*" in
   --version) echo "Python 3.11.0" ;;
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   *"-m pip"*)
     [ -z "$FAIL_PIP" ] || exit 1
+    echo "Collecting torch"
+    [ -n "$STUBBORN" ] || echo "$(pwd -P)/src" >.venv/folder
     printf '#!/bin/bash\\n' >.venv/bin/octavo
     chmod +x .venv/bin/octavo ;;
 esac
@@ -67,6 +71,8 @@ def test_a_fresh_checkout_is_set_up_in_one_go(checkout):
     done, calls = checkout()
     assert done.returncode == 0, done.stderr
     assert "ready: .venv/bin/octavo" in done.stderr
+    assert done.stdout == "", "it is kept for the answer of scripts/demo"
+    assert done.stderr.count("Collecting torch") == 2
     pip = [call.split("-m pip install ")[1] for call in calls if "-m pip" in call]
     assert pip == [
         "--no-input --disable-pip-version-check -e .[serve]",
@@ -119,6 +125,40 @@ def test_a_moved_checkout_installs_again(checkout):
         check=True,
     )
     assert "ready" in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["/old/checkout/src", "/x/.venv/lib/python3.11/site-packages"])
+def test_an_octavo_from_elsewhere_is_replaced(checkout, folder):
+    install_python(checkout.tools)
+    checkout()
+    (checkout.root / ".venv" / "folder").write_text(folder)
+    done, calls = checkout()
+    assert done.returncode == 0, done.stderr
+    assert f".venv has an octavo of {folder}, not of this checkout; installing this one" in done.stderr
+    assert any(call.endswith("-e .[serve]") for call in calls)
+    done, calls = checkout()
+    assert (done.returncode, done.stderr, calls) == (0, "", [])
+
+
+def test_an_octavo_that_pip_cannot_replace_is_told(checkout):
+    install_python(checkout.tools)
+    checkout()
+    (checkout.root / ".venv" / "folder").write_text("/elsewhere")
+    for _ in range(2):  # it is not taken for done either
+        done, _ = checkout(STUBBORN="1")
+        assert done.returncode == 1
+        assert ".venv takes octavo from '/elsewhere'" in done.stderr
+        assert "remove .venv and run scripts/setup again" in done.stderr
+
+
+def test_a_real_python_is_asked_for_what_it_has_itself(checkout):
+    venv.create(checkout.root / ".venv", with_pip=False)
+    (site,) = (checkout.root / ".venv" / "lib").glob("python*/site-packages")
+    (site / "octavo").mkdir()
+    (site / "octavo" / "__init__.py").touch()
+    done, _ = checkout(PYTHONPATH=str(ROOT / "src"))  # which is no part of the environment
+    assert done.returncode == 1  # there is no pip in it
+    assert f".venv has an octavo of {site}, not of this checkout; installing this one" in done.stderr
 
 
 def test_a_failed_install_is_not_taken_for_done(checkout):

@@ -55,6 +55,8 @@ class EngineConfig:
     run_ahead: steps launched ahead with `overlap`: one usually, and up to this many while nothing waits and
         all that runs is decoding. A new request waits for these steps, a finished one wastes its share.
     enforce_eager: launch decode steps kernel by kernel on a GPU, too, and never replay them from CUDA graphs.
+    cascade_attention: in decode steps from CUDA graphs whose sequences begin with the same blocks of the
+        cache, read these once for eight sequences. Off by default: no GPU has run it yet.
     deterministic: the bits of a request's logits depend on its own tokens alone, not on what else is in the
         batch, how its prompt is cut or what the cache holds. On a GPU by kernels that add in one order, which
         cost speed (docs/performance.md); on a CPU it holds without, but for `dtype` bfloat16 and float16,
@@ -85,6 +87,7 @@ class EngineConfig:
     overlap: bool | None = None
     run_ahead: int = DEFAULT_RUN_AHEAD
     enforce_eager: bool = False
+    cascade_attention: bool = False
     deterministic: bool = False
     tensor_parallel_size: int = 1
     trace: str | os.PathLike[str] | None = None
@@ -121,7 +124,7 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "num_blocks", "num_threads"):
             if getattr(self, name) is not None:
                 self._positive_int(name)
-        for name in ("enable_prefix_caching", "enforce_eager", "deterministic"):
+        for name in ("enable_prefix_caching", "enforce_eager", "cascade_attention", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.overlap is not None and not isinstance(self.overlap, bool):
@@ -137,6 +140,9 @@ class EngineConfig:
             path = getattr(self, name)
             if path is not None and not (isinstance(path, str | os.PathLike) and os.fspath(path)):
                 raise ConfigError(f"{name} must be the path of a file to write, got {path!r}")
+        written = [os.path.abspath(path) for path in (self.trace, self.profile) if path is not None]
+        if len(written) != len(set(written)):
+            raise ConfigError(f"trace and profile would both write {written[0]!r}; name two files")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give only one of them")
         if self.gpu_memory is not None and (self.num_blocks is not None or self.kv_cache_memory is not None):
@@ -144,6 +150,12 @@ class EngineConfig:
                 "gpu_memory sizes the KV cache by what the rest leaves; num_blocks and kv_cache_memory say "
                 "its size: give only one of them"
             )
+        for name in ("enforce_eager", "deterministic"):
+            if self.cascade_attention and getattr(self, name):
+                raise ConfigError(
+                    f"cascade_attention and {name} exclude each other: it needs CUDA graphs, and a request's "
+                    "bits depend on what stands beside it; give only one of them"
+                )
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; the only value is 1"
@@ -176,6 +188,8 @@ class EngineConfig:
             )
         if device == "cpu" and self.gpu_memory is not None:
             raise ConfigError(f"gpu_memory={self.gpu_memory!r} needs a GPU{here}; use kv_cache_memory")
+        if device == "cpu" and self.cascade_attention:
+            raise ConfigError(f"cascade_attention needs a GPU{here}; leave it out")
         if device == "cpu" and self.deterministic and self.dtype in ("bfloat16", "float16"):
             raise ConfigError(
                 f"deterministic=True cannot be kept with dtype={self.dtype!r} on a CPU{here}, where torch's "

@@ -98,7 +98,19 @@ def shown(value: object) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
+# What people type for it elsewhere, where the letters alone would lead to another name or to none.
+_OTHER_NAMES = {
+    **dict.fromkeys(("gpu", "nvidia"), "cuda"),
+    **dict.fromkeys(("half", "fp16"), "float16"),
+    **dict.fromkeys(("float8", "float8_e4m3", "e4m3"), "fp8"),
+}
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the known name closest to `name`, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    """`` (did you mean 'x'?)`` for the known name closest to `name`, in any case, or an empty string."""
+    by_key = {one.lower(): one for one in known}
+    key = name.lower()
+    if _OTHER_NAMES.get(key) in by_key:
+        key = _OTHER_NAMES[key]
+    matches = difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
+    return f" (did you mean {by_key[matches[0]]!r}?)" if matches else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 from helpers.models import saved, tiny_hf_model
 from typer.testing import CliRunner
 
+from octavo.bench import kv_cache
 from octavo.bench.kv_cache import PARTS, Sizes, _ahead_for_good, curve_points, measure
-from octavo.bench.kv_cache_engine import Models
+from octavo.bench.kv_cache_engine import Models, Outcome
 from octavo.bench.kv_cache_pictures import draw
 from octavo.bench.report import Row
 from octavo.cli.bench import app
+from octavo.engine.core import Engine
 from octavo.errors import ConfigError
 
 SIZES = Sizes(
@@ -61,9 +64,11 @@ def test_every_part_and_every_measurement_is_told_of(rows: list[Row], told: list
         "fit: blocks, 8 requests",
         "fit: one piece, 8 requests",
         "part 3 of 5: padding",
-        "padding: end to end",
-        "padding: padded",
-        "padding: Transformers",
+        *(
+            f"padding: {side}, {what}"
+            for side in ("end to end", "padded", "Transformers")
+            for what in ("reading the prompts", "prompts and answers")
+        ),
         "part 4 of 5: prefix",
         "prefix: round 1 of 1, earlier turns found",
         "prefix: round 1 of 1, every turn anew",
@@ -141,6 +146,32 @@ def test_a_smaller_dtype_halves_a_token(row: Callable[[str], Row]) -> None:
     assert 0 < row("dtype/change of a log probability, float16").value < 0.1
 
 
+def test_rounds_are_whole_and_what_warms_up_is_short(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of growth a few tokens warm up, of padding one reading of the prompts: the rest would be time lost."""
+    asked: list[tuple[int, int]] = []
+    before = kv_cache.run
+
+    def watched(engine: Engine, prompts: list[list[int]], num_new: list[int]) -> Outcome:
+        asked.append((len(prompts), max(num_new)))
+        return before(engine, prompts, num_new)
+
+    monkeypatch.setattr(kv_cache, "run", watched)
+    models, sizes = Models(folder, num_threads=1), replace(SIZES, rounds=2)
+    rows = measure(models, sizes, ["growth"], with_peer=False)
+    assert asked == [(1, 8), *[(1, 1)] * 8, *[(1, 12), *[(1, 1)] * 12] * 2]
+    assert {row.name for row in rows} >= {"growth/total/1", "growth/total/8", "growth/total/12"}
+    asked.clear()
+    measure(models, sizes, ["padding"], with_peer=False)
+    whole = [request for request in asked if request[1] > 1]
+    assert [number for number, _ in asked] == [4] * 10
+    assert len(whole) == 4
+
+    asked.clear()
+    rows = measure(models, replace(sizes, output_len=2), ["growth"], with_peer=False)
+    assert asked == [(1, 2), (1, 1), (1, 1)] * 3
+    assert {row.name for row in rows} >= {"growth/total/1", "growth/total/2"}
+
+
 def test_random_weights_of_another_library_give_no_answers_to_compare(tmp_path: Path, folder: str) -> None:
     (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())
     models = Models(str(tmp_path), load_format="dummy", num_threads=1)
@@ -192,7 +223,7 @@ def test_sizes_that_make_no_comparison(change: dict[str, int], message: str) -> 
 def test_scaled_sizes_stay_comparisons() -> None:
     for factor in (0.01, 0.3, 1.0, 7.0):
         sizes = Sizes().scaled(factor)
-        assert (sizes.rounds, sizes.turns) == (3, 8)
+        assert (sizes.rounds, sizes.turns) == (2, 8)
     assert Sizes().scaled(1.0) == Sizes()
 
 

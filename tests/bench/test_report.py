@@ -1,10 +1,20 @@
 import copy
+import json
 from pathlib import Path
 
 import pytest
 
 from octavo.bench import report
-from octavo.bench.report import ResultFileError, Row, read_result, table, validate, with_tables, write_result
+from octavo.bench.report import (
+    ResultFileError,
+    Row,
+    check_append,
+    read_result,
+    table,
+    validate,
+    with_tables,
+    write_result,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULT_FILES = sorted((ROOT / "bench" / "results").glob("*/*.json"))
@@ -63,6 +73,106 @@ def test_what_is_written_can_be_read(tmp_path):
     assert result["versions"]["other"] == "9.9"
     assert set(result["versions"]) >= {"python", "torch"}
     assert list(result) == ["command", "commit", "date", "hardware", "versions", "rows"]
+
+
+@pytest.fixture
+def one_commit(monkeypatch):
+    """Somebody may edit the checkout meanwhile."""
+    monkeypatch.setattr(report, "commit", lambda: "0123")
+
+
+@pytest.mark.usefixtures("one_commit")
+def test_rows_are_appended_and_those_of_the_same_name_replaced(tmp_path):
+    path = tmp_path / "box" / "name.json"
+    first = [Row("one", 1.0, "s", details={"passes": [1.0]}), Row("two", 2.0, "s", peers={"Other": 3.0})]
+    check_append(path)
+    failed = {"one, Other": "slow", "five": "died", "three, Other": "absent", "four": "no time"}
+    failed["two, no kernels on disk"] = "another row"
+    told = {"extra_versions": {"other": "9.9"}, "gpu": "a GPU", "failed": failed}
+    write_result(path, first, command="run one two", append=True, **told)
+    assert read_result(path)["failed"] == failed
+
+    check_append(path)
+    check_append(path, "a GPU")
+    again = [Row("three", 3.0, "s"), Row("two", 2.5, "s"), Row("five", 5.0, "s")]
+    for _ in range(2):  # as a program does that writes after each of its rows
+        write_result(path, again, command="run three", gpu="a GPU", failed={"one, Third": "no"}, append=True)
+    result = read_result(path)
+    assert [(row["name"], row["value"], row["peers"]) for row in result["rows"]] == [
+        ("one", 1.0, {}), ("two", 2.5, {}), ("three", 3.0, {}), ("five", 5.0, {}),
+    ]  # fmt: skip
+    assert result["rows"][0]["details"] == {"passes": [1.0]}
+    assert result["failed"] == {
+        "one, Other": "slow", "four": "no time", "two, no kernels on disk": "another row", "one, Third": "no",
+    }  # fmt: skip
+    assert result["command"] == "run one two; run three"
+    assert result["versions"]["other"] == "9.9"
+
+    write_result(path, again[:1], command="x", gpu="a GPU", failed={"two": "died"}, append=True)
+    result = read_result(path)
+    assert [row["name"] for row in result["rows"]] == ["one", "three", "five"]
+    assert result["failed"]["two"] == "died"
+
+    write_result(path, again[:2], command="run three", gpu="a GPU")
+    assert [row["name"] for row in read_result(path)["rows"]] == ["three", "two"]
+
+
+@pytest.mark.usefixtures("one_commit")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"commit": "f00"}, "it is of commit 'f00', here "),
+        ({"hardware": "a GPU; another host"}, "hardware 'a GPU; another host', here 'a GPU; "),
+        ({"hardware": "another GPU; HOST"}, "hardware 'another GPU; .*here 'a GPU; "),
+        ({"hardware": "HOST"}, "hardware '.*here 'a GPU; "),
+        ({"versions": {"torch": "1.0"}}, "torch '1.0', here "),
+        ({"versions": {"other": "8"}}, "other '8', here '9'"),
+        ({"ceilings": {"read": 1.0}, "failed": {}}, "ceilings {'read': 1.0}, here None"),
+    ],
+    ids=str,
+)
+def test_a_file_of_another_run_is_not_appended_to_and_stays_as_it_is(tmp_path, changed, message):
+    path = tmp_path / "name.json"
+    told = {"command": "run", "extra_versions": {"other": "9"}, "gpu": "a GPU"}
+    write_result(path, [Row("one", 1.0, "s")], **told)
+    changed = {
+        key: value.replace("HOST", report.hardware()) if key == "hardware" else value
+        for key, value in changed.items()
+    }
+    text = json.dumps({**read_result(path), **changed})
+    path.write_text(text)
+    with pytest.raises(ResultFileError, match=f"name.json cannot be appended to: .*{message}.*another file"):
+        write_result(path, [Row("two", 1.0, "s")], append=True, **told)
+    assert path.read_text() == text
+    with pytest.raises(ResultFileError, match="cannot be appended to"):
+        check_append(path, "a GPU", {"other": "9"})
+
+
+@pytest.mark.parametrize("name", ["unknown", "0123+changes"])
+def test_code_that_no_commit_has_is_not_appended(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(report, "commit", lambda: name)
+    path = tmp_path / "name.json"
+    with pytest.raises(ResultFileError, match="cannot be appended to: the code here is"):
+        check_append(path)
+    write_result(path, [Row("one", 1.0, "s")], command="run")
+    with pytest.raises(ResultFileError, match="cannot be appended to: the code here is"):
+        write_result(path, [Row("two", 1.0, "s")], command="run", append=True)
+    assert [row["name"] for row in read_result(path)["rows"]] == ["one"]
+
+
+@pytest.mark.usefixtures("one_commit")
+def test_appending_before_the_gpu_is_known_looks_at_the_host(tmp_path):
+    path = tmp_path / "name.json"
+    write_result(path, [Row("one", 1.0, "s")], command="run", gpu="a GPU")
+    check_append(path)
+    with pytest.raises(ResultFileError, match="here 'another GPU"):
+        check_append(path, "another GPU")
+    path.write_text(json.dumps({**read_result(path), "hardware": "a GPU; another host"}))
+    with pytest.raises(ResultFileError, match="another host"):
+        check_append(path)
+    path.write_text("{")
+    with pytest.raises(ResultFileError, match="no readable result file"):
+        check_append(path)
 
 
 def _without(key):

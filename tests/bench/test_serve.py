@@ -10,6 +10,7 @@ from array import array
 
 import pytest
 from helpers import stub_server as stub
+from helpers.serve import wait_until
 from helpers.stub_server import stub_server
 
 from octavo.bench import serve_null
@@ -213,10 +214,10 @@ def test_failures_are_told_apart(script, error):
 
 def test_a_call_that_takes_too_long_fails_and_its_connection_ends():
     with stub_server(lambda path, body: [stub.HEAD, stub.piece("a"), stub.WAIT_FOR_EOF]) as server:
-        load = run_load(target(server.base_url, timeout_s=0.2), calls(1))
-        assert server.lost.wait(5)
+        load = run_load(target(server.base_url, timeout_s=1.0), calls(1))
+        assert server.lost.wait(60)
     assert load.answers[0].error == "timeout"
-    assert 0.2 <= load.answers[0].e2e_s < 2
+    assert load.answers[0].e2e_s >= 1
 
 
 def test_a_server_that_is_not_there_fails_the_call():
@@ -327,21 +328,18 @@ def test_after_the_duration_nothing_is_sent_and_what_is_open_ends():
         while True:
             yield Call(None, "a", 1)
 
-    with stub_server(lambda path, body: [0.03, *stub.answer("a")]) as server:
-        load = run_load(target(server.base_url), endless(), concurrency=3, duration_s=0.3)
-    assert 6 <= len(load.answers) <= 33
-    assert all(answer.is_ok and answer.due_s < 0.3 for answer in load.answers)
+    with stub_server(lambda path, body: [0.1, *stub.answer("a")]) as server:
+        load = run_load(target(server.base_url), endless(), concurrency=3, duration_s=1.0)
+    # Each client sends once at least, and again for as long as the duration lasts.
+    assert 3 <= len(load.answers) <= 33
+    assert all(answer.is_ok and answer.due_s < 1 for answer in load.answers)
 
 
 def test_clients_that_hang_up_do_so_at_their_piece_and_the_server_sees_it():
     pieces = [item for _ in range(200) for item in (stub.piece("a"), 0.005)]
     with stub_server(lambda path, body: [stub.HEAD, *pieces, stub.WAIT_FOR_EOF]) as server:
         load = run_load(target(server.base_url), calls(4, drop_after=3), concurrency=4)
-        deadline = time.monotonic() + 5
-        while server.num_lost < 4 and time.monotonic() < deadline:
-            server.lost.wait(0.05)
-            server.lost.clear()
-    assert server.num_lost == 4
+        wait_until(lambda: server.num_lost == 4)
     assert [(a.is_dropped, len(a.text_s), a.error) for a in load.answers] == [(True, 3, "")] * 4
     summary = summarise(load)
     assert (summary.num_dropped, summary.num_ok, summary.num_failed) == (4, 0, 0)
@@ -364,8 +362,8 @@ def test_a_run_that_is_cut_tells_what_was_answered_and_hangs_up():
         return await running
 
     with stub_server(endless) as server:
-        load = asyncio.run(asyncio.wait_for(test(), 20))
-        assert server.lost.wait(5)
+        load = asyncio.run(asyncio.wait_for(test(), 60))
+        assert server.lost.wait(60)
     assert (len(load.answers), load.is_cut) == (3, True)
     assert "note: interrupted" in as_text(summarise(load))
 
@@ -388,9 +386,10 @@ def test_the_null_server_shows_what_the_generator_adds(is_chat):
     summary = summarise(load)
     assert (summary.num_ok, summary.num_other_length) == (64, 0)
     assert summary.delivery.count == 64 * 20
-    # Tokens come every 20 ms; what the generator adds is far below (a millisecond on an idle machine).
-    assert 0 < summary.delivery.p50 < 0.02
-    assert summary.itl.p50 == pytest.approx(0.02, abs=0.01)
+    # What the generator adds is a millisecond on an idle machine. Here: are the stamps read, as seconds ago?
+    assert 0 < summary.delivery.p50 < 30
+    # Of 20 tokens at ticks of 20 ms, the first may come at once.
+    assert summary.e2e.p50 > 18 * 0.02
 
 
 def test_every_token_of_a_joined_piece_has_its_own_delay():
@@ -424,7 +423,8 @@ def test_a_model_list_that_is_none_is_told():
         with pytest.raises(ServerError, match="lists no model"):
             asyncio.run(only_model(target(server.base_url)))
         status, body, seconds = asyncio.run(get(Endpoint.parse(server.base_url), "//health", {}))
-    assert (status, body, seconds < 5) == (200, b'{"data": []}', True)
+    assert (status, body) == (200, b'{"data": []}')
+    assert 0 < seconds < 60
     assert server.requests[-1][0] == "/health"
 
 
@@ -450,7 +450,8 @@ def test_a_summary_of_known_answers():
     assert summary.cached_share == pytest.approx(0.4)
     assert summary.ttft == Spread(5, *map(pytest.approx, (0.3, 0.3, 0.46, 0.48, 0.496, 0.5)))
     assert summary.tpot.p50 == pytest.approx(0.025)
-    assert summary.itl.count == 44
+    gaps = (1.2 / 44, 0.03, 0.04, 0.05, 0.05, 0.05)  # ten of each of the first four, four of 0.05
+    assert summary.itl == Spread(44, *map(pytest.approx, gaps))
     assert summary.e2e.max == pytest.approx(0.4 + 10 * 0.04 + 0.01)
     assert summary.num_good == 2  # the third is within ttft and not within tpot
     text = as_text(summary)
@@ -496,7 +497,7 @@ def test_several_tokens_a_piece_are_told():
 
 def test_open_calls_can_be_watched():
     seen = []
-    with stub_server(lambda path, body: [1.3, *stub.answer("a")]) as server:
+    with stub_server(lambda path, body: [lambda: bool(seen), *stub.answer("a")]) as server:
         run_load(target(server.base_url), calls(2), concurrency=2, watch=lambda g: seen.append(g.num_open))
-    assert seen == [2]
+    assert seen[0] == 2
     assert LoadGenerator(target("http://x")).num_open == 0

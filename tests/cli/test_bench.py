@@ -44,6 +44,32 @@ def test_shared_prefixes_are_found_in_the_cache(octavo, wide, tmp_path):
     assert rows["shared-prefix workload: prompt tokens from the cache"] > 40
 
 
+def test_a_run_that_is_too_long_for_the_model_says_how_to_shorten_it(octavo, wide):
+    for arguments, tokens, way_out in (
+        (("throughput", "--num-seqs", "1", "--min-input", "400", "--max-input", "400",
+          "--min-output", "9", "--max-output", "9"), 409, "lower --max-input and --max-output, or --scale"),
+        (("latency", "--input-len", "250", "--output-len", "50"), 300, "lower --input-len or --output-len"),
+        (("serve-sim", "--num-requests", "1", "--input-lens", "300", "--output-lens", "9"), 309,
+         "shorten --input-lens or --output-lens"),
+    ):  # fmt: skip
+        status, out, err = octavo("bench", arguments[0], *wide, *arguments[1:])
+        assert (status, out) == (1, "")
+        assert err.startswith(
+            f"octavo: error: the longest request of this run has {tokens} tokens, prompt and answer, and "
+            f"that is too many for {wide[0]}; {way_out} (max_model_len: expected 1 to 256, "
+        )
+    status, _, err = octavo("bench", "latency", *wide, "--max-model-len", "999")
+    assert status == 1
+    assert err.startswith("octavo: error: max_model_len: expected 1 to 256")
+
+
+def test_requests_may_be_shorter_than_those_of_the_warm_up(octavo, wide):
+    status, _, err = octavo(
+        "bench", "latency", *wide, "--input-len", "1", "--output-len", "2", "--repeats", "1"
+    )
+    assert (status, err) == (0, "")
+
+
 def test_throughput_draws_what_happened_over_time(octavo, wide, tmp_path):
     path = tmp_path / "run.svg"
     status, _, err = octavo("bench", "throughput", *wide, *SMALL, "--plot", path)
@@ -105,8 +131,12 @@ def test_an_unknown_workload_is_named(octavo):
 
 def test_an_impossible_shape_is_named(octavo):
     status, _, err = octavo("bench", "throughput", "m", "--min-input", "9", "--max-input", "8")
-    assert status == 1
-    assert "min_input must not be above max_input" in err
+    assert status == 2
+    assert "--min-input must not be above max_input" in err
+    for option in ("--scale", "--num-seqs"):
+        status, _, err = octavo("bench", "throughput", "m", option, "0")
+        assert status == 2
+        assert err.startswith(f"octavo: error: {option} must be ")
 
 
 def test_a_result_file_that_cannot_be_written_is_refused_before_the_run(octavo, tmp_path, monkeypatch):

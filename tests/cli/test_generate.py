@@ -4,6 +4,7 @@ import json
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.errors import shown
 
 OPTIONS = ("--max-tokens", "6", "--ignore-eos")
 
@@ -157,13 +158,90 @@ def test_the_trace_has_one_record_a_step(octavo, tiny, tmp_path):
     assert len(records) == 6
 
 
+QUESTION = "'What is the capital of France?'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], f"a model and a prompt are needed, for example: octavo generate smollm2-135m {QUESTION}"),
+        ([""], f"a model and a prompt are needed, for example: octavo generate smollm2-135m {QUESTION}"),
+        (
+            ["some prompt"],
+            "the model is missing: it stands before the prompt, and 'some prompt' is none; "
+            "for example: octavo generate smollm2-135m 'some prompt'",
+        ),
+        (
+            ["hello", "--max-tokens", "3"],
+            "the model is missing: it stands before the prompt, and 'hello' is none; "
+            "for example: octavo generate smollm2-135m hello",
+        ),
+        (
+            ["What is 1/2?", "And 1/3?"],
+            "the model is missing: it stands before the prompt, and 'What is 1/2?' is none; "
+            "for example: octavo generate smollm2-135m 'What is 1/2?'",
+        ),
+        (
+            ["why " * 100],
+            f"the model is missing: it stands before the prompt, and {shown('why ' * 100)} is none; "
+            "for example: octavo generate smollm2-135m '...'",
+        ),
+        (["smollm2-135m"], f"the prompt is missing, for example: octavo generate smollm2-135m {QUESTION}"),
+        (["a/b c.gguf"], "the model is missing: it stands before the prompt, and 'a/b c.gguf' is none; "
+         "for example: octavo generate smollm2-135m 'a/b c.gguf'"),
+        (["some/folder"], f"the prompt is missing, for example: octavo generate some/folder {QUESTION}"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_told_with_an_example(octavo, arguments, line):
+    expected = f"octavo: error: {line}; see `octavo generate --help`\n"
+    assert octavo("generate", *arguments) == (2, "", expected)
+
+
+def test_a_folder_with_a_space_in_its_name_is_a_model(octavo, tiny, tmp_path):
+    folder = tmp_path / "my model"
+    folder.symlink_to(tiny[0])
+    status, out, err = octavo("generate", folder, *tiny[1:], *OPTIONS, "--raw", "abc")
+    assert (status, err) == (0, "")
+    assert out == expected_text(tiny[0], "abc")[0] + "\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max-tokens", "0"), "--max-tokens must be at least 1, got 0"),
+        (("--temperature", "nan"), "--temperature must be finite, got nan"),
+        (("--top-p", "2"), "--top-p must be above 0 and at most 1, got 2"),
+        (("-n", "0"), "-n must be at least 1, got 0"),
+        (("--stop", ""), "--stop holds an empty string"),
+        (("--seed", "99999999999999999999"), "--seed must be between"),
+        (("--dtype", "float23"), "--dtype must be one of 'auto', 'float32'"),
+        (("--kv-cache-memory", "banana"), "--kv-cache-memory must be a positive size such as '24GiB'"),
+    ],
+)
+def test_a_value_that_no_model_takes_is_told_before_one_is_loaded(
+    octavo, monkeypatch, command, options, message
+):
+    monkeypatch.setattr("octavo.llm.LLM.__init__", lambda *_, **__: pytest.fail("it was loaded"))
+    prompts = ["abc"] if command == "generate" else []
+    status, out, err = octavo(command, "some/model", *prompts, *options)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"octavo: error: {message}")
+    assert err.endswith(f"; see `octavo {command} --help`\n")
+
+
+def test_min_tokens_are_held_against_the_models_own_max_tokens_only_by_the_engine(octavo, tiny):
+    options = ("--raw", "--min-tokens", "300", "--ignore-eos", "abc")
+    status, _, err = octavo("generate", *tiny, *options)
+    assert status == 1, "the most tokens are those of the model, and are not known before"
+    assert "min_tokens" in err
+
+
 def test_bad_input_is_one_line(octavo, tiny, tmp_path):
     cases = [
         (("generate", tmp_path / "nothing", "abc"), "nothing"),
         (("generate", *tiny, "--raw", ""), "empty"),
         (("generate", *tiny, "--raw", "a" * 300), "256"),
-        (("generate", *tiny, "--temperature", "-1", "abc"), "temperature"),
-        (("generate", *tiny, "--dtype", "float23", "abc"), "float32"),
         (("generate", tiny[0], "--load-format", "dummy", "--kv-cache-memory", "100", "abc"), "block"),
     ]
     for arguments, word in cases:

@@ -13,6 +13,7 @@ from octavo import LLM
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import KVCache
 from octavo.cli.kv import estimate_model
+from octavo.config import EngineConfig
 
 KEYS = {
     "model", "source", "num_layers", "num_kv_heads", "head_dim", "value_head_dim", "windows", "kv_dtype",
@@ -61,7 +62,8 @@ def test_c57_a_thousand_tokens_of_qwen3_4b(kv_json):
     ("arguments", "bytes_per_token"),
     [
         (["--kv-dtype", "float32"], 224 * 1024),
-        (["--kv-dtype", "fp8"], 56 * 1024),
+        (["--kv-cache-dtype", "fp8"], 56 * 1024 + 28 * 8 * 2 * 4),
+        (["--kv-cache-dtype", "fp8", "--kv-scales", "tensor"], 56 * 1024),
         (["--kv-dtype", "int8", "--kv-scales", "token_head"], 56 * 1024 + 28 * 8 * 2 * 4),
     ],
 )
@@ -88,6 +90,35 @@ def test_the_figures_are_what_the_engine_allocates(kv_json, model_folder):
     report = kv_json(model_folder, "--memory", "1MiB")
     with LLM(model_folder, load_format="dummy", kv_cache_memory="1MiB") as llm:
         assert llm.engine.runner.kv_cache.nbytes == report["num_blocks"] * report["bytes_per_block"] == 2**20
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "float16"])
+def test_a_cache_is_sized_as_the_engine_builds_it(kv_json, model_folder, monkeypatch, dtype):
+    # A CPU refuses caches of one byte, so the engine is stopped where it would allocate one.
+    class Stop(Exception):
+        pass
+
+    def allocate(spec, num_blocks, device):
+        raise Stop(spec)
+
+    monkeypatch.setattr("octavo.engine.build._allocate", allocate)
+    monkeypatch.setattr(
+        EngineConfig, "on_device", lambda self, device: self.replace(max_num_batched_tokens=64)
+    )
+    with pytest.raises(Stop) as stopped:
+        LLM(model_folder, load_format="dummy", num_blocks=8, kv_cache_dtype=dtype)
+    (spec,) = stopped.value.args
+    report = kv_json(model_folder, "--kv-cache-dtype", dtype)
+    assert (report["kv_dtype"], report["kv_scales"]) == (spec.dtype, spec.scales)
+    assert report["bytes_per_block"] == spec.bytes_per_block == KVCache(spec, 1).nbytes
+
+
+def test_what_scales_a_cache_of_one_byte_counts_is_said(octavo):
+    _, out, _ = octavo("kv", "qwen3-0.6b", "--kv-cache-dtype", "fp8")
+    assert "float8_e4m3, fp32 scales per token and head\n" in out
+    assert "on a GPU it allocates this for --kv-cache-dtype fp8." in out
+    _, out, _ = octavo("kv", "qwen3-0.6b", "--kv-cache-dtype", "int8", "--kv-scales", "tensor")
+    assert "Scales are not counted; without --kv-scales these are the engine's figures" in out
 
 
 def test_the_table_for_people(octavo):
@@ -219,6 +250,8 @@ def test_a_missing_matplotlib_says_what_to_install(octavo, monkeypatch, tmp_path
         (["gpt2", "--context", "9", "--max-len", "8"], "--context 9 does not fit: --max-len is 8 tokens"),
         (["gpt2", "--requests", "0"], "--requests must be between 1 and"),
         (["gpt2", "--kv-dtype", "fp9"], "unknown KV cache dtype 'fp9' (did you mean 'fp8'?)"),
+        (["gpt2", "--kv-cache-dtype", ""], "unknown KV cache dtype ''; known are float32, float16"),
+        (["gpt2", "--kv-scales", ""], "unknown scales ''"),
         (["gpt2", "--kv-scales", "row"], "unknown scales 'row'"),
         (["gpt2", "--kv-scales", "token_head"], "go with int8 and float8_e4m3, not with float16"),
         (["gpt2", "--block-size", "12"], "block_size must be a power of two"),
@@ -238,7 +271,8 @@ def test_a_missing_matplotlib_says_what_to_install(octavo, monkeypatch, tmp_path
 def test_bad_input_is_one_clear_line(octavo, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     status, out, err = octavo("kv", *arguments)
-    assert (status, out) == (1, "")
+    is_usage = "must be between" in message or "positive size" in message
+    assert (status, out) == (2 if is_usage else 1, "")
     assert err.startswith("octavo: error: ")
     assert message in err
     assert err.count("\n") == 1
@@ -247,7 +281,7 @@ def test_bad_input_is_one_clear_line(octavo, tmp_path, monkeypatch, arguments, m
 def test_no_model_at_all(octavo):
     status, _, err = octavo("kv")
     assert status == 2
-    assert "name a model, or use --list" in err
+    assert "name a model, for example: octavo kv qwen3-0.6b" in err
 
 
 @pytest.mark.parametrize(

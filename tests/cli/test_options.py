@@ -1,11 +1,16 @@
 import dataclasses
+import re
+from typing import get_type_hints
 
 import pytest
 
 from octavo.cli.options import EngineOptions, SamplingOptions, expands
+from octavo.cli.serve import _NAMES as SERVE_NAMES
+from octavo.cli.serve import ServeOptions
 from octavo.config import EngineConfig
 from octavo.errors import OctavoError
 from octavo.sampling_params import SamplingParams
+from octavo.serve.settings import ServeSettings
 
 
 def test_engine_options_are_engine_config_fields_with_nothing_said_by_default():
@@ -26,11 +31,12 @@ def test_what_is_said_reaches_the_engine():
 
 
 def test_switches_set_what_they_switch():
-    options = EngineOptions(no_overlap=True, eager=True, run_ahead=2)
+    options = EngineOptions(no_overlap=True, eager=True, run_ahead=2, cascade_attention=True)
     assert options.llm_kwargs() == {
         "overlap": False,
         "enforce_eager": True,
         "run_ahead": 2,
+        "cascade_attention": True,
     }
 
 
@@ -50,6 +56,30 @@ def test_every_sampling_option_is_a_field_of_sampling_params(option):
 def test_contradictory_values_are_refused_by_sampling_params():
     with pytest.raises(OctavoError, match="min_tokens"):
         SamplingOptions(min_tokens=9, max_tokens=3).apply(SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("group", "settings", "names"),
+    [
+        (EngineOptions, EngineConfig(model="m"), {}),
+        (SamplingOptions, SamplingParams(), {}),
+        (ServeOptions, ServeSettings(), SERVE_NAMES),
+    ],
+)
+def test_the_default_in_a_help_text_is_that_of_the_field(group, settings, names):
+    told = 0
+    for name, hint in get_type_hints(group, include_extras=True).items():
+        default = getattr(settings, names.get(name, name), None)
+        said = re.search(r"Default: ([\w.]+?)[.,](?: |$)", hint.__metadata__[0].help)
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            assert said, f"{name} tells no default"
+            assert float(said[1]) == default, name
+            told += 1
+        elif isinstance(default, str):
+            assert said, f"{name} tells no default"
+            assert said[1] == default, name
+            told += 1
+    assert told >= 6
 
 
 def test_a_group_is_expanded_and_collected_again():

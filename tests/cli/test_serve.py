@@ -52,19 +52,20 @@ def test_what_is_said_reaches_the_server(octavo, started, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "expected", "message"),
     [
-        (("--port", "70000"), "port must be an int from 0 to 65535; got 70000"),
-        (("--stuck", "0"), "stuck_s must be seconds, above 0"),
-        (("--log-format", "xml"), "log_format must be one of 'text', 'json'"),
-        (("--api-key", "a b"), "has a space"),
-        (("--api-key-file", "/no/such/file"), "api_key_file: '/no/such/file' cannot be read"),
-        (("--block-size", "3"), "block_size must be a power of two"),
+        (("--port", "70000"), 2, "--port must be an int from 0 to 65535; got 70000"),
+        (("--stuck", "0"), 2, "--stuck must be seconds, above 0"),
+        (("--log-format", "xml"), 2, "--log-format must be one of 'text', 'json'"),
+        (("--api-key", "a b"), 1, "has a space"),
+        (("--api-key-file", "/no/such/file"), 1, "api_key_file: '/no/such/file' cannot be read"),
+        (("--block-size", "3"), 2, "--block-size must be a power of two"),
+        (("--kv-cache-memory", "banana"), 2, "--kv-cache-memory must be a positive size"),
     ],
 )
-def test_bad_values_are_one_line(octavo, started, options, message):
+def test_bad_values_are_one_line(octavo, started, options, expected, message):
     status, out, err = octavo("serve", "some/model", *options)
-    assert (status, out, started) == (1, "", [])
+    assert (status, out, started) == (expected, "", [])
     assert err.startswith("octavo: error: ")
     assert message in err
     assert err.count("\n") == 1

@@ -20,7 +20,7 @@ from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.model
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 TOPICS = (
     "The capital of France",
     "Photosynthesis is the process by which",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers.models import saved, tiny_hf_model
 from octavo.cache.spec import KVCacheSpec
 from octavo.config import EngineConfig
 from octavo.engine import build
+from octavo.engine.shared_prefixes import Sharing, sharing_for
 from octavo.errors import CapacityError
 from octavo.models.registry import LoadedModel, load_model
 
@@ -125,3 +127,72 @@ def test_memory_is_kept_free_for_graphs_only_where_there_are_some(monkeypatch: p
     assert num_blocks(is_compiled=True) / without == pytest.approx(2 / 3, rel=1e-3)
     # Attention in plain torch is in no graph.
     assert num_blocks(is_compiled=False) == without
+
+
+EIGHT = "keys are read once for 8 sequences, and no more than {} run at once"
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "why_not"),
+    [
+        ({}, "nothing", None),
+        ({"max_num_seqs": 7}, "nothing", EIGHT.format(7)),
+        ({"max_num_batched_tokens": 6}, "nothing", EIGHT.format(6)),
+        (
+            {},
+            "a small model",
+            "16 sequences of 64 tokens have too few keys for it to be worth its launches",
+        ),
+        (
+            {"num_blocks": 4, "max_model_len": 32},
+            "a small model",
+            "16 sequences of 16 tokens have too few keys for it to be worth its launches",
+        ),
+        (
+            {},
+            "plain torch",
+            "decode steps come from no CUDA graphs, as this model's kernels are not compiled",
+        ),
+        ({}, "windows", "every layer of the model attends to a window"),
+        ({"cascade_attention": False}, "plain torch", None),
+    ],
+)
+def test_who_asks_for_common_keys_in_vain_is_told_why(
+    options: dict[str, Any],
+    change: str,
+    why_not: str | None,
+    loaded: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A CPU in the place of a GPU, for which it is worth a byte less from two blocks on."""
+    asked: list[Any] = []
+
+    def warm_up(*_: Any, **options: Any) -> list[Any]:
+        asked.append(options["shared_prefixes"])
+        return []
+
+    def use_graphs(runner: Any, max_model_len: int, capture: Any, sharing: Any) -> None:
+        asked.append(sharing is not None)
+
+    def sharing_soon(*arguments: Any) -> Any:
+        sharing = sharing_for(*arguments)
+        return sharing and Sharing(1, 4, 8, 1)
+
+    monkeypatch.setattr(build, "warm_up", warm_up)
+    monkeypatch.setattr(build, "CudaCapture", lambda device: None)
+    monkeypatch.setattr(build.ModelRunner, "use_graphs", use_graphs)
+    monkeypatch.setattr(build, "_is_compiled", lambda *_: change != "plain torch")
+    monkeypatch.setattr(EngineConfig, "on_device", lambda self, device: self.replace(device="cuda"))
+    if change != "a small model":
+        monkeypatch.setattr(build, "sharing_for", sharing_soon)
+    if change == "windows":
+        loaded = load_model(saved(tiny_hf_model("mistral", sliding_window=8), tmp_path), dtype="float32")
+    sizes = {"num_blocks": 24, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 32}
+    config = EngineConfig(model="m", **(sizes | {"cascade_attention": True, "overlap": False} | options))
+    build.build_engine(config, loaded, None)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ([] if why_not is None else [f"cascade_attention has no effect: {why_not}"])
+    shares = config.cascade_attention and why_not is None
+    assert asked == ([] if change == "plain torch" else [shares, shares])

@@ -301,7 +301,7 @@ class HeldLibrary:
 
     def compile(self, output: StructuredOutput) -> str:
         self.begun.set()
-        assert self.let_go.wait(30)
+        assert self.let_go.wait(120)
         self.tried.append(output)
         if output in self.ends:
             raise self.ends[output]
@@ -328,7 +328,7 @@ def test_what_nobody_waits_for_is_not_compiled_and_takes_no_room(held: Held):
     compiler, library = held
     under_way = StructuredOutput(regex="under way")
     first = compiler.start(under_way)
-    assert library.begun.wait(30)
+    assert library.begun.wait(120)
     kept = []
     for i in range(1000):
         text = Text(f"left {i}")
@@ -341,8 +341,8 @@ def test_what_nobody_waits_for_is_not_compiled_and_takes_no_room(held: Held):
     assert list(compiler._compiled) == [under_way], "it has begun, so it is ended"
     assert not any(text() for text in kept), "nothing holds what was given up"
     library.let_go.set()
-    assert first.result(30)
-    compiler.start(StructuredOutput(regex="next")).result(30)
+    assert first.result(120)
+    compiler.start(StructuredOutput(regex="next")).result(120)
     assert [one.regex for one in library.tried] == ["under way", "next"]
 
 
@@ -371,7 +371,7 @@ def test_a_failure_that_is_not_the_grammars_is_tried_again_and_a_refusal_is_not(
         with pytest.raises(RequestError, match="cannot be used"):
             compiler.compile(bad)
     del library.ends[output]
-    assert compiler.start(output).result(30)
+    assert compiler.start(output).result(120)
     assert [one.regex for one in library.tried] == ["good", "bad", "good", "good"]
 
 
@@ -424,4 +424,4 @@ def test_a_compiler_that_nobody_closed_ends_its_process():
     assert process is not None
     del compiler
     gc.collect()
-    assert process.wait(timeout=20) is not None
+    assert process.wait(timeout=120) is not None

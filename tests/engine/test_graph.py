@@ -22,6 +22,7 @@ from octavo.engine.graph import BAD_LOGITS, bucket_sizes, is_plain
 from octavo.engine.request import Request
 from octavo.engine.sampler import Sampler
 from octavo.engine.sampling_plan import SamplingPlan, kernel_row
+from octavo.engine.shared_prefixes import Sharing
 from octavo.models.registry import LoadedModel, load_model
 from octavo.sampling_params import SamplingParams
 
@@ -274,7 +275,8 @@ def test_every_graph_is_made_before_requests_come_the_largest_first(
     engine = engine_for(loaded, Counting())
     graphs = engine.runner._graphs
     assert graphs is not None
-    assert list(graphs._graphs) == [(rows, filters) for rows in (6, 4, 2, 1) for filters in (True, False)]
+    forms = [(rows, filters, False) for rows in (6, 4, 2, 1) for filters in (True, False)]
+    assert list(graphs._graphs) == forms
     assert any(record.getMessage().startswith("8 graphs of decode steps") for record in caplog.records)
     for num_requests, options in ((1, {}), (3, {"max_tokens": 5}), (6, {"temperature": 1.0, "top_k": 3})):
         outputs(engine, requests_for(engine, [options] * num_requests))
@@ -351,6 +353,42 @@ def test_graphs_that_were_made_before_one_fails_are_let_go_of(
         "no CUDA graph for 4 rows (OutOfMemoryError: no room); steps are launched one kernel at a time"
     ]
     assert outputs(engine, requests_for(engine, PLAIN)) == expected
+
+
+def test_without_those_that_share_the_others_serve(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class AllButTheLast(Replaying):
+        def __call__(self, step: Callable[[], torch.Tensor]) -> Any:
+            if self.num_captures == 11:
+                raise torch.OutOfMemoryError("no room")
+            replay, result = super().__call__(step)
+            made.append(weakref.ref(replay))
+            return replay, result
+
+    def prompts(engine: Engine) -> list[Request]:
+        params = SamplingParams(max_tokens=9, ignore_eos=True, n=9, temperature=1.0, seed=3)
+        return [engine.add_request(list(range(20)), params)]
+
+    eager = engine_for(loaded, None, max_num_seqs=9)
+    expected = outputs(eager, prompts(eager))
+    engine = engine_for(loaded, None, max_num_seqs=9)
+    caplog.clear()
+    capture = AllButTheLast()
+    capture.serve(engine, Sharing(1, 4, 8, 1))
+    assert [record.getMessage() for record in caplog.records] == [
+        "no CUDA graph for 8 rows that share keys (OutOfMemoryError: no room); "
+        "cascade_attention has no effect"
+    ]
+    assert [ref() is not None for ref in made] == [True] * 10 + [False]
+    graphs = engine.runner._graphs
+    assert graphs is not None
+    forms = [(rows, filters, False) for rows in (9, 8, 4, 2, 1) for filters in (True, False)]
+    assert list(graphs._graphs) == forms
+    assert outputs(engine, prompts(engine)) == expected
+    assert capture.num_replays > 5
 
 
 def test_changes_bring_a_copy_of_the_table_up_to_date() -> None:

@@ -89,7 +89,8 @@ class Inputs:
 def prepare(case: Case, device: str | torch.device, poison: float = math.nan, share: int = 0) -> Inputs:
     """Draw the inputs of `case`. Blocks are shuffled, slots past the ends hold `poison`, tables have holes.
 
-    `share`: that many leading blocks of every sequence are those of the first (which must be long enough).
+    `share`: that many leading blocks of every sequence, or all it has, are those of the first (which must be
+    long enough).
     """
     rng = torch.Generator(device).manual_seed(case.seed)
     (heads, kv_heads), dim = case.heads, case.head_dim
@@ -106,7 +107,8 @@ def prepare(case: Case, device: str | torch.device, poison: float = math.nan, sh
     shared = share * case.block_size
     for tokens in (keys, values):
         for b in range(1, len(tokens)):
-            tokens[b][:shared] = tokens[0][:shared]
+            num = min(shared, len(tokens[b]))
+            tokens[b][:num] = tokens[0][:num]
     arguments: dict[str, Any] = {
         "q": q,
         "cu_seqlens_q": prefix_sums(case.lens_q, device),
@@ -152,7 +154,7 @@ def _page(
     free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(case.seed)).tolist()
     table = torch.full((len(counts), max(counts, default=0) + 1), -1, dtype=torch.int32)
     for b, count in enumerate(counts):
-        common = table[0, :share].tolist() if b and share else []
+        common = table[0, : min(share, count)].tolist() if b else []
         table[b, :count] = torch.tensor(common + [free.pop() for _ in range(count - len(common))])
         order = torch.arange(case.lens_k[b])
         inputs.slots.append((table[b, order // size].long() * size + order % size).to(device))

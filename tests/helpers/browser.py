@@ -17,7 +17,7 @@ FLAGS = (
     "--disable-component-update",
     "--no-first-run",
 )
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from octavo.kernels import (
 )
 from octavo.kernels.decode_rows import finish_decode, prepare_decode
 from octavo.kernels.sampling import sample
+from octavo.kernels.shared_prefixes import attend_shared, find_shared_prefixes
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 Call = Callable[[], object]
@@ -141,6 +142,26 @@ def decode_rows(batch: int, num_columns: int) -> Call:
     return lambda: prepare_decode(rows, torch.zeros_like(rows), rows, tables, 16)
 
 
+def attend_together(
+    batch: int, heads: tuple[int, int] = (16, 8), head_dim: int = 128, cache_dtype: torch.dtype = BF16
+) -> Call:
+    """A layer of a decode step whose sequences begin alike, with what is done once before it."""
+    q = torch.zeros(batch, heads[0], head_dim, dtype=BF16)
+    caches = [torch.zeros(600, 16, heads[1], head_dim).to(cache_dtype) for _ in range(2)]
+    scales = torch.ones(600, 16, heads[1]) if cache_dtype == FP8 else None
+    table = torch.arange(600, dtype=torch.int32).repeat(batch, 1)
+    sums_q = torch.arange(batch + 1, dtype=torch.int32)
+    sums_k = sums_q * 8320
+
+    def call() -> Tensor:
+        shared = find_shared_prefixes(table, sums_k, 16)
+        return attend_shared(
+            q, *caches, shared, sums_q, sums_k, 8320, block_table=table, k_scale=scales, v_scale=scales
+        )
+
+    return call
+
+
 def decode_end(batch: int) -> Call:
     rows = torch.arange(batch)
     return lambda: finish_decode(rows, rows, rows, rows.clone(), rows.clone(), rows.clone())
@@ -201,6 +222,9 @@ ALL: dict[str, Call] = SOME | {
     "invariant product 576x576 fp32": product(64, 576, 576, FP32),
     "decode rows 256": decode_rows(256, 2560),
     "decode end 256": decode_end(256),
+    "shared 64 of 16/8/128": attend_together(64),
+    "shared 64 of 32/4/64": attend_together(64, heads=(32, 4), head_dim=64),
+    "shared 256 of 16/8/128 fp8": attend_together(256, cache_dtype=FP8),
     "sample 1": draw(1),
     "sample 256": draw(256),
     "sample 256 bf16": draw(256, BF16),

@@ -8,8 +8,9 @@ import torch
 
 from octavo.engine.core import Engine
 from octavo.engine.graph import DecodeGraphs
+from octavo.engine.shared_prefixes import Sharing
 
-HOST_ONLY = ("_seq_ids", "_owners", "_ints", "_options", "_top_k", "_plain", "_filters", "_batches")
+HOST_ONLY = ("_seq_ids", "_owners", "_ints", "_options", "_top_k", "_plain", "_filters", "_batches", "_order")
 
 
 class Replaying:
@@ -22,9 +23,9 @@ class Replaying:
         self.num_captures = 0
         self.num_replays = 0
 
-    def serve(self, engine: Engine) -> None:
+    def serve(self, engine: Engine, sharing: Sharing | None = None) -> None:
         """Have the decode steps of that engine replayed from now on."""
-        engine.runner.use_graphs(engine.scheduler.max_model_len, self)
+        engine.runner.use_graphs(engine.scheduler.max_model_len, self, sharing)
         self.graphs = engine.runner._graphs
 
     def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:

@@ -80,12 +80,12 @@ def live_server(
     thread = threading.Thread(target=in_thread, daemon=True)
     thread.start()
     try:
-        assert is_ready.wait(20)
+        assert is_ready.wait(60)
         assert stop, server._failure
         yield server
     finally:
         for running in stop:
             running.should_exit = True
-        thread.join(20)
+        thread.join(60)
         listening.close()
     assert not server._failure, server._failure

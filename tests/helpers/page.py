@@ -48,7 +48,7 @@ class PageServer:
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="page-server")
         self._thread.start()
-        self._started.result(30)
+        self._started.result(60)
 
     async def _run(self) -> None:
         try:
@@ -109,12 +109,12 @@ class PageServer:
                 done.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
-        return done.result(30)
+        return done.result(60)
 
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopped.set)
-            self._thread.join(30)
+            self._thread.join(60)
 
 
 @contextlib.contextmanager

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,8 +31,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
+from helpers.made_up_time import MadeUpTime
 from helpers.text import letters_tokenizer
 
 from octavo.engine.stats import EngineStats
@@ -67,22 +71,30 @@ CARD = ModelCard(
     max_num_seqs=8,
 )
 STATS = EngineStats(0, 0, 64, 0, 0, 0, 0, 0, 0, 0, 0)
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
+"""Of an async test. All patience here is for what hangs: a busy machine may take a hundred times its time."""
+PATIENCE_S = 120.0
 
 
-def run(test: Coroutine[Any, Any, T]) -> T:
+def run(test: Coroutine[Any, Any, T], loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
     """Runs an async test to its end, and not for ever."""
 
     async def bounded() -> T:
         async with asyncio.timeout(DEADLINE_S):
             return await test
 
-    return asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(bounded())
 
 
-async def eventually(holds: Callable[[], object], seconds: float = 10.0) -> None:
-    """Waits until `holds()` is true; fails after so many seconds."""
-    async with asyncio.timeout(seconds):
+def run_timeless(test: Coroutine[Any, Any, T]) -> T:
+    """`run` in made-up time, which nothing but the test's own timers moves; no sockets, no processes."""
+    return run(test, MadeUpTime)
+
+
+async def eventually(holds: Callable[[], object]) -> None:
+    """Waits until `holds()` is true."""
+    async with asyncio.timeout(PATIENCE_S):
         while not holds():
             await asyncio.sleep(0.002)
 
@@ -301,9 +313,9 @@ class RunningServer:
                 self._ready.put(match[1])
         self._ready.put(None)
 
-    def wait_ready(self, seconds: float = 60.0) -> None:
+    def wait_ready(self) -> None:
         try:
-            url = self._ready.get(timeout=seconds)
+            url = self._ready.get(timeout=PATIENCE_S)
         except queue.Empty:
             url = None
         assert url is not None, f"the server did not get ready:\n{self.said()}"
@@ -312,20 +324,54 @@ class RunningServer:
     def said(self) -> str:
         return "\n".join(self.lines)
 
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE_S)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S)
+
+    def connect(self, path: str, body: Any, buffer_bytes: int | None = None) -> socket.socket:
+        """A raw connection that has sent this request. To close it is to leave."""
+        address = urlsplit(self.url)
+        sock = socket.socket()
+        if buffer_bytes is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        sock.settimeout(PATIENCE_S)
+        sock.connect((address.hostname, address.port))
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: octavo\r\nContent-Type: application/json\r\n"
+        sock.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        return sock
+
+    def counts(self) -> dict[str, float]:
+        """What /metrics says of requests and blocks."""
+        lines = [line for line in self.get("/metrics").text.splitlines() if not line.startswith("#")]
+        values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+        return {
+            "running": values["octavo_requests_running"],
+            "waiting": values["octavo_requests_waiting"],
+            "owned": values['octavo_kv_cache_blocks{state="owned"}'],
+            "aborted": values['octavo_requests_total{finish_reason="abort"}'],
+        }
+
+    def is_idle(self) -> bool:
+        now = self.counts()
+        return now["running"] == now["waiting"] == now["owned"] == 0
+
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self) -> int:
         """Its exit status."""
-        status = self.process.wait(seconds)
-        self._reading.join(seconds)
+        status = self.process.wait(PATIENCE_S)
+        self._reading.join(PATIENCE_S)
         return status
 
     def stop(self) -> None:
         if self.process.poll() is None:
             self.signal()
             try:
-                self.wait(20.0)
+                self.wait()
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.wait()
@@ -347,9 +393,9 @@ def running_server(
         server.stop()
 
 
-def wait_until(holds: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(holds: Callable[[], object]) -> None:
     """`eventually` for tests that are not async."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.01)

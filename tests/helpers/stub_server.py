@@ -116,11 +116,11 @@ def stub_server(script: Callable[[str, dict[str, Any]], Script]) -> Iterator[Stu
     task = loop.create_task(run())
     thread = threading.Thread(target=lambda: loop.run_until_complete(task))
     thread.start()
-    assert is_up.wait(10)
+    assert is_up.wait(60)
     try:
         yield stub
     finally:
         loop.call_soon_threadsafe(task.cancel)
-        thread.join(10)
+        thread.join(60)
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()

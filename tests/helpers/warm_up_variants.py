@@ -22,6 +22,7 @@ import torch
 from helpers.no_gpu import NoGpu
 from triton.runtime.jit import JITFunction
 
+from octavo.engine.shared_prefixes import shared_bucket_sizes
 from octavo.kernels import (
     PackedWeight,
     flash_attn_varlen_func,
@@ -31,6 +32,7 @@ from octavo.kernels import (
     pack_weight,
 )
 from octavo.kernels import sample as sample_kernel
+from octavo.kernels.shared_prefixes import attend_shared, find_shared_prefixes
 from octavo.kernels.triton import warm_up
 from octavo.kernels.triton.warm_up import ModelShape
 
@@ -48,6 +50,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32, "cache_dtype": torch.float32},
     "invariant": {"batch_invariant": True},
     "one sequence": {"max_num_seqs": 1, "max_num_batched_tokens": 40, "max_model_len": 64},
+    "shared": {"shared_prefixes": True, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128},
+    "shared scales": {
+        "shared_prefixes": True,
+        "cache_dtype": _FLOAT8,
+        "scales": "token",
+        "num_heads": 9,
+        "num_kv_heads": 1,
+        "max_num_seqs": 1100,
+        "max_num_batched_tokens": 1100,
+    },
+    "shared by few": {"shared_prefixes": True, "max_num_seqs": 13, "max_num_batched_tokens": 40},
+    "shared in few tokens": {"shared_prefixes": True, "max_num_batched_tokens": 40},
+    "shared by none": {"shared_prefixes": True, "max_num_seqs": 7, "max_num_batched_tokens": 40},
     "few tokens": {"max_num_seqs": 300, "max_num_batched_tokens": 38, "max_model_len": 3000},
 }
 
@@ -107,6 +122,9 @@ def everything(model: ModelShape) -> None:
     ):
         warm_up._write(model)
         warm_up._small(model)
+    if model.shared_prefixes:
+        for batch in shared_bucket_sizes(min(model.max_num_seqs, model.max_num_batched_tokens)):
+            _attend_shared(model, batch)
     for rows in around_powers(model.max_num_seqs):
         _sample(model, rows)
     if not model.batch_invariant:
@@ -144,6 +162,17 @@ def _attend(model: ModelShape, window: tuple[int, int], lens_q: list[int], bound
     flash_attn_varlen_func(
         q, k_cache, v_cache, sums, sums, max(lens_q), bound_k, block_table=table, **options
     )
+
+
+def _attend_shared(model: ModelShape, batch: int) -> None:
+    """A decode step in a bucket of that many rows, whose table is as wide as any."""
+    q, _, _ = model.qkv(batch)
+    sums = torch.arange(batch + 1, dtype=torch.int32)
+    for bound_k in (1, 300, model.max_model_len):
+        table = torch.zeros(batch, -(-bound_k // model.block_size), dtype=torch.int32)
+        shared = find_shared_prefixes(table, sums, model.block_size)
+        scales = model.cache_scales()
+        attend_shared(q, *model.caches(), shared, sums, sums, bound_k, block_table=table, **scales)
 
 
 def _sample(model: ModelShape, rows: int) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.bench import report
 from octavo.bench.report import read_result
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "compare_transformers.py"
@@ -22,18 +23,71 @@ def script(monkeypatch):
     return module
 
 
+ROWS = [
+    "transformers/generate/toy b1 128+4",
+    "transformers/generate/toy b2 16+32 left-padded",
+    "transformers/prefill/toy 1x64",
+    "transformers/continuous/toy 3 sequences",
+]
+
+
 def test_rows_beside_their_peers(script, tmp_path):
     path = tmp_path / "transformers.json"
-    script.main(["--model", "toy", "--rounds", "1", "--sequences", "3", "--json", str(path)])
-    rows = {row["name"]: row for row in read_result(path)["rows"]}
-    assert list(rows) == [
-        "transformers/generate/toy b1 128+4",
-        "transformers/generate/toy b2 16+32 left-padded",
-        "transformers/prefill/toy 1x64",
-        "transformers/continuous/toy 3 sequences",
-    ]
+    script.main(["--rounds", "1", "--sequences", "3", "--json", str(path)])
+    result = read_result(path)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ROWS
     assert [list(row["peers"]) for row in rows.values()] == [["sdpa"]] * 3 + [["sdpa_paged"]]
-    assert "block table 2" in rows["transformers/continuous/toy 3 sequences"]["details"]["octavo"]
+    assert "block table 2" in rows[ROWS[3]]["details"]["octavo"]
+    assert result["failed"] == {}
+    assert result["command"] == (
+        "python bench/compare_transformers.py --model toy --tasks generate,wide,prefill,static,continuous "
+        "--rounds 1 --sequences 3 --peer-passes 1 --peer-limit 300"
+    )
+
+
+def test_tasks_one_by_one_and_a_peer_that_does_not_end_in_time(script, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(report, "commit", lambda: "0123")  # somebody may edit the checkout meanwhile
+    path = tmp_path / "transformers.json"
+    same = ("--rounds", "1", "--sequences", "3", "--json", str(path), "--append")
+    script.main(["--tasks", "continuous", "--peer-limit", "0", *same])
+    result = read_result(path)
+    assert [(row["name"], row["peers"]) for row in result["rows"]] == [(ROWS[3], {})]
+    assert result["rows"][0]["value"] > 0
+    late = "RuntimeError: 0 of 3 answers, pass 1 of 1, in 0 s"
+    assert result["failed"] == {f"{ROWS[3]}, sdpa_paged": late}
+
+    def broken(*arguments, **options):
+        raise torch.OutOfMemoryError("no memory\nfor it")
+
+    monkeypatch.setitem(script.integration.transformers.AttentionInterface._global_mapping, "sdpa", broken)
+    monkeypatch.setattr(script, "check", lambda *_: None)
+    script.main(["--tasks", "prefill", *same])
+    result = read_result(path)
+    assert [(row["name"], row["peers"]) for row in result["rows"]] == [(ROWS[3], {}), (ROWS[2], {})]
+    assert result["failed"] == {
+        f"{ROWS[3]}, sdpa_paged": late,
+        f"{ROWS[2]}, sdpa": "OutOfMemoryError: no memory",
+    }
+    assert len(result["command"].split("; ")) == 2
+
+    path.write_text(path.read_text().replace(result["commit"], "f00"))
+    with pytest.raises(SystemExit):
+        script.main(["--tasks", "prefill", *same])
+    assert "it is of commit 'f00'" in capsys.readouterr().err
+
+
+def test_no_round_at_all_is_refused(script, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--rounds", "0"])
+    assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_ours_failing_is_no_row(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "ms_per_token", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        script.main(["--tasks", "generate", "--json", str(tmp_path / "none.json")])
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrong_logits_are_not_timed(script, monkeypatch, tmp_path):

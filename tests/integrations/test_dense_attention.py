@@ -1,12 +1,14 @@
 """Ordinary caches in every layout, over each implementation of the kernel; and what is left to others."""
 
+import weakref
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from helpers import triton_here
-from helpers.hf_generation import greedy, padded, prompts, tiny_model
+from helpers.hf_generation import greedy, padded, prompts, stock_attention, tiny_model, with_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sliding_window_causal_mask_function
@@ -44,18 +46,160 @@ def odd(batch, tokens, heads, dim, capacity=None):
 @pytest.mark.parametrize("num_queries", [1, 3, 11])
 @pytest.mark.parametrize("first", [(0, 0), (4, 0)], ids=["unpadded", "padded"])
 def test_layouts(room, layout, num_queries, first):
+    """Two layers of each layout in one forward: what the first one found out holds for the second."""
     torch.manual_seed(0)
-    q = by_token(2, num_queries, 6, 16)
-    k, v = layout(2, 16, 2, 16, 20), layout(2, 16, 2, 16, 20)
     real = torch.arange(16)[None] >= torch.tensor(first)[:, None]
     made = {"batch_size": 2, "q_length": num_queries, "kv_length": 16, "q_offset": 16 - num_queries}
-    with backend.use(room), np.errstate(all="ignore"):
-        got, _ = attention(module(), q, k, v, octavo_mask(**made, attention_mask=real), scaling=0.2)
-    matrix = plans.of_mask(octavo_mask(**made, attention_mask=real), 0, 0, None).dense()
-    want, _ = sdpa_attention_forward(module(), q, k, v, matrix, scaling=0.2)
+    mask = octavo_mask(**made, attention_mask=real)
+    matrix = plans.of_mask(mask, 0, 0, None).dense()
     rows = real[:, -num_queries:]
-    torch.testing.assert_close(got[rows], want[rows], rtol=1e-5, atol=1e-5)
-    assert torch.isfinite(got).all()
+    with backend.use(room), np.errstate(all="ignore"):
+        for _ in range(2):
+            q = layout(2, num_queries, 6, 16)
+            k, v = layout(2, 16, 2, 16, 20), layout(2, 16, 2, 16, 20)
+            got, _ = attention(module(), q, k, v, mask, scaling=0.2)
+            want, _ = sdpa_attention_forward(module(), q, k, v, matrix, scaling=0.2)
+            torch.testing.assert_close(got[rows], want[rows], rtol=1e-5, atol=1e-5)
+            assert torch.isfinite(got).all()
+    assert len(plans.of_mask(mask, 0, 0, None).calls) == 1
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_layers_of_one_forward_that_differ(room, num_queries):
+    """In layout, numbers of heads, scale, softcap or sinks: nothing of one layer is taken for another's."""
+    torch.manual_seed(4)
+    q, wide = by_token(1, num_queries, 6, 16), by_token(1, num_queries, 12, 16)
+    k, v = by_head(1, 16, 2, 16), by_head(1, 16, 2, 16)
+    sinks = torch.randn(6)
+    layers = [
+        ((q, k, v), {}),
+        ((q, by_head(1, 16, 2, 16, 20), by_head(1, 16, 2, 16, 20)), {}),
+        ((q, by_token(1, 16, 2, 16), v), {}),
+        ((by_head(1, num_queries, 6, 16, 9), k, v), {}),
+        ((wide, k, v), {}),
+        ((q, k, v), {"scaling": 0.9}),
+        ((q, k, v), {"softcap": 2.0}),
+        ((q, k, v), {"s_aux": sinks}),
+        ((q, k, v), {"s_aux": 2 * sinks}),
+    ]
+    mask = octavo_mask(1, num_queries, 16, q_offset=16 - num_queries)
+    with backend.use(room), np.errstate(all="ignore"):
+        for tensors, options in [*layers, *layers]:
+            got, _ = attention(module(), *tensors, mask, **options)
+            alone = octavo_mask(1, num_queries, 16, q_offset=16 - num_queries)
+            want, _ = attention(module(), *(x.clone() for x in tensors), alone, **options)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    kept = plans.of_mask(mask, 0, 0, None).calls
+    assert len(kept) == len(layers) - 1
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("num_queries", [1, 3, 11])
+def test_values_of_another_dtype_are_left_to_sdpa(room, num_queries):
+    """As autocast leaves them, where rotary gives float32 keys; also after a layer that has a kernel."""
+    torch.manual_seed(5)
+    q, k, v = by_token(2, num_queries, 6, 16), by_head(2, 16, 2, 16), by_head(2, 16, 2, 16)
+    mask = octavo_mask(2, num_queries, 16, q_offset=16 - num_queries)
+    matrix = plans.of_mask(mask, 0, 0, None).dense()
+    with backend.use(room), np.errstate(all="ignore"):
+        attention(module(), q, k, v, mask)
+        with torch.autocast("cpu", torch.bfloat16):
+            got, _ = attention(module(), q, k, v.bfloat16(), mask)
+            want, _ = sdpa_attention_forward(module(), q, k, v.bfloat16(), matrix)
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2-softcap-window", "gpt2"])
+def test_autocast(kind, computed_by):
+    """Models with rotary embeddings have keys and values of two dtypes there; GPT-2 has a kernel."""
+    model, inputs = tiny_model(kind), padded(prompts(5, 12))
+    real = inputs["attention_mask"].bool()
+    found = {}
+    for name in (stock_attention(kind), "octavo"):
+        with_attention(model, name)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            alone = model(inputs["input_ids"]).logits
+            found[name] = alone, model(**inputs).logits[real]
+            found[name] += tuple(
+                model.generate(
+                    **inputs, generation_config=greedy(4, output_logits=True, return_dict_in_generate=True)
+                ).logits
+            )
+    for got, want in zip(found["octavo"], found[stock_attention(kind)], strict=True):
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+    assert computed_by == {"dense" if kind == "gpt2" else "stock": 2 * 6}
+
+
+def test_a_plan_keeps_no_kernel_of_a_room_that_was_forced_before():
+    q, k, v = by_token(1, 1, 6, 16), by_head(1, 16, 2, 16), by_head(1, 16, 2, 16)
+    mask = octavo_mask(1, 1, 16, q_offset=15)
+    with mock.patch.object(backend, "implementation_of", wraps=backend.implementation_of) as asked:
+        for room in ("cpu", "reference"):
+            with backend.use(room):
+                attention(module(), q, k, v, mask)
+                attention(module(), q, k, v, mask)
+    assert asked.call_count == 2
+    assert len(plans.of_mask(mask, 0, 0, None).calls) == 2
+
+
+class Launches(TorchDispatchMode):
+    """Which operators would be launches on a GPU: all that are no views, and make no empty tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+            self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_queries", "copies"), [(1, 1, []), (3, 1, []), (1, 12, ["clone"] * 2)], ids=str
+)
+def test_a_layer_is_its_kernel_and_nothing_else(monkeypatch, batch, num_queries, copies):
+    """As on a GPU, where each operator is a launch: besides the kernel, a prompt's keys and values by token.
+
+    A step's mask is what one key more adds to the lengths, and where the runs of keys begin.
+    """
+    monkeypatch.setattr(backend, "implementation_of", lambda *_: "triton")
+    ran = []
+    monkeypatch.setattr(backend, "select", lambda *_: lambda *tensors, **_: ran.append(tensors[0].shape))
+    real = torch.arange(16)[None] >= torch.arange(batch)[:, None]
+    made = {"batch_size": batch, "q_length": num_queries, "kv_length": 16, "q_offset": 16 - num_queries}
+    with torch.no_grad():
+        octavo_mask(**made, attention_mask=real)
+        made |= {"kv_length": 17, "q_offset": 17 - num_queries}
+        real = torch.cat([real, torch.ones(batch, 1, dtype=torch.bool)], 1)
+        with Launches() as of_mask:
+            mask = octavo_mask(**made, attention_mask=real)
+        q, k, v = by_token(batch, num_queries, 6, 16), by_head(batch, 17, 2, 16), by_head(batch, 17, 2, 16)
+        with Launches() as first:
+            attention(module(), q, k, v, mask)
+        with Launches() as later:
+            attention(module(), q, k, v, mask)
+    assert of_mask.names == ["add"]
+    assert first.names == copies + (["arange", "add"] if batch > 1 else [])
+    assert later.names == copies
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize("room", ["cpu", "reference"])
+def test_another_forward_finds_out_anew(room):
+    """Plans without padding are remembered by their shape; what is kept of their kernels is not."""
+    q, k, v = by_token(1, 1, 6, 16), by_head(1, 16, 2, 16), by_head(1, 16, 2, 16)
+    masks = [octavo_mask(1, 1, 16, q_offset=15) for _ in range(2)]
+    with backend.use(room):
+        attention(module(), q, k, v, masks[0])
+    first, second = (plans.of_mask(mask, 0, 0, None) for mask in masks)
+    assert first.rows is second.rows
+    assert (len(first.calls), len(second.calls)) == (1, 0)
+    kept = weakref.ref(first)
+    del first, masks
+    assert kept() is None
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -109,20 +253,21 @@ def test_a_mask_cut_or_keys_added_on_the_way_is_an_error():
 
 def test_few_keys_none_of_them_hidden_are_left_to_torch_on_a_gpu():
     """Where the host is what takes time. Only the rule is tested here; on a CPU it does not apply."""
-    from octavo.integrations.transformers.attention import _is_launch_bound
 
     def plan(**arguments):
         return plans.of_mask(octavo_mask(2, 1, 9, q_offset=8, **arguments), 0, 0, None)
 
     key, wide = torch.empty(2, 2, 9, 16), torch.empty(2, 8, 2**17, 128, device="meta")
     padding = torch.tensor([[0] + [1] * 8, [1] * 9]).bool()
-    assert _is_launch_bound(key, plan(), None, None)
-    assert _is_launch_bound(key, plan(mask_function=sliding_window_causal_mask_function(9)), None, None)
-    assert not _is_launch_bound(key, plan(mask_function=sliding_window_causal_mask_function(8)), None, None)
-    assert not _is_launch_bound(key, plan(attention_mask=padding), None, None)
-    assert not _is_launch_bound(key, plan(), 3.0, None)
-    assert not _is_launch_bound(key, plan(), None, torch.zeros(6))
-    assert not _is_launch_bound(wide, plan(), None, None)
+    assert dense.is_launch_bound(key, plan(), None, None)
+    assert dense.is_launch_bound(key, plan(mask_function=sliding_window_causal_mask_function(9)), None, None)
+    assert not dense.is_launch_bound(
+        key, plan(mask_function=sliding_window_causal_mask_function(8)), None, None
+    )
+    assert not dense.is_launch_bound(key, plan(attention_mask=padding), None, None)
+    assert not dense.is_launch_bound(key, plan(), 3.0, None)
+    assert not dense.is_launch_bound(key, plan(), None, torch.zeros(6))
+    assert not dense.is_launch_bound(wide, plan(), None, None)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
@@ -132,7 +277,7 @@ def test_a_step_that_is_left_to_torch_is_what_sdpa_makes_of_it(heads: tuple[int,
 
     query, key, value = (torch.randn(2, n, t, 16) for n, t in ((heads[0], 1), (heads[1], 9), (heads[1], 9)))
     expected, _ = sdpa_attention_forward(Layer(), query, key, value, None, scaling=0.3)
-    found = stock.decode(query, key, value, 0.3)
+    found = stock.Decode(0.3, is_grouped=heads[0] != heads[1])(query, key, value)
     assert found.shape == (2, 1, heads[0], 16)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected)
@@ -212,7 +357,7 @@ def test_a_compiled_decoding_step_is_one_graph():
     config = greedy(6, cache_implementation="static")
     config.compile_config = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
     config.compile_config._compile_all_devices = True
-    with mock.patch.object(dense, "_attend", wraps=dense._attend) as ran:
+    with mock.patch.object(dense, "_Call", wraps=dense._Call) as ran:
         got = model.generate(**inputs, generation_config=config)
     assert got.tolist() == want.tolist()
     assert ran.call_count == 6 * 2

@@ -2,6 +2,7 @@
 
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from helpers.hf_generation import padded, prompts, tiny_model
@@ -9,6 +10,7 @@ from transformers import masking_utils
 
 from octavo.integrations.transformers import octavo_mask
 from octavo.integrations.transformers import plan as plans
+from octavo.integrations.transformers.masks import _left_padding
 
 CAUSAL = masking_utils.causal_mask_function
 
@@ -53,6 +55,27 @@ def test_padding_that_is_none_costs_nothing():
     plan = plans.of_mask(octavo_mask(2, 4, 4, attention_mask=torch.ones(2, 4, dtype=torch.bool)), 0, 0, None)
     assert plan.leftpad is None
     assert plan.is_full
+
+
+@pytest.mark.parametrize(
+    ("rows", "padding"),
+    [
+        (["1111", "1111"], ()),
+        (["0011", "1111"], (2, 0)),
+        (["1100", "1111"], ()),
+        (["0110", "0001"], (1, 3)),
+        (["0000", "1111"], (4, 0)),
+        (["0000", "0000"], (4, 4)),
+        (["1011", "0111"], None),
+        (["0101", "1111"], None),
+        (["1111", "1001"], None),
+        (["1001", "0110"], None),
+    ],
+    ids=str,
+)
+def test_where_padding_is(rows, padding):
+    seen = np.array([[token == "1" for token in row] for row in rows])
+    assert _left_padding(seen) == padding
 
 
 def test_real_rows_do_not_see_padding_on_the_right():

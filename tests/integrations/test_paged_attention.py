@@ -119,6 +119,16 @@ def test_head_dimensions_without_a_kernel_are_an_error_that_names_the_way_out(di
         paged.attend(Layer(), q, k, v, prefix_sums([3], 1), **NONE, **lens)
 
 
+def test_values_of_another_dtype_are_an_error_in_both_ways():
+    q, k, v, starts_q, arguments = decoding_step([4, 5], 2)
+    before = arguments["v_cache"].clone()
+    lens = {"cu_seq_lens_k": starts_q, "max_length_q": 1, "max_length_k": 1}
+    for told in (arguments, lens):
+        with pytest.raises(UnsupportedKernelConfig, match=r"keys of torch.float32 and values of .*bfloat16"):
+            paged.attend(Layer(), q, k, v.bfloat16(), starts_q, **NONE, **told)
+    assert torch.equal(arguments["v_cache"], before)
+
+
 def test_slots_are_computed_once_in_a_step_and_anew_in_the_next():
     """Seen by what a layer returns after the same tensors have changed under it."""
     paged._steps.clear()

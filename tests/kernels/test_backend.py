@@ -13,6 +13,7 @@ from octavo.errors import ConfigError, UnsupportedKernelConfig
 from octavo.kernels import backend, pack_weight, silu_and_mul
 from octavo.kernels import triton as triton_room
 from octavo.kernels.linear import Form, PackedWeight
+from octavo.kernels.triton import attention as triton_attention
 
 COMPILED_FOR_CPU = (
     *("varlen_attention", "write_kv_cache", "rms_norm", "apply_rotary"),
@@ -55,6 +56,7 @@ class Working:
 
     varlen_attention = write_kv_cache = rotate_and_write_kv_cache = _broken
     rms_norm = apply_rotary = sample = gelu_tanh = prepare_decode = finish_decode = _broken
+    find_shared_prefixes = merge_shared_prefixes = _broken
     few_rows_linear = grouped_linear = invariant_linear = _broken
 
 
@@ -336,6 +338,28 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(
         assert now == [current, *made_current]
     with triton_room.on_device_of(torch.empty(1)):
         assert now == [current]
+
+
+def test_prepared_attention_over_prompts_is_launched_on_the_device_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside, launched = [False], []
+
+    @contextmanager
+    def on_device_of(x: torch.Tensor) -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    monkeypatch.setattr(triton_room, "on_device_of", on_device_of)
+    monkeypatch.setattr(triton_attention, "_attend_long", lambda *_, **__: launched.append(inside[0]))
+    q, seqlens = torch.zeros(40, 2, 16), torch.tensor([0, 40], dtype=torch.int32)
+    options = {"softmax_scale": 1.0, "causal": True, "window_size": (-1, -1), "softcap": 0.0}
+    nothing = dict.fromkeys(("alibi_slopes", "sinks", "block_table", "lse", "k_scale", "v_scale", "leftpad"))
+    rest = {**options, **nothing, "out": q, "batch_invariant": False}
+    call = triton_attention.prepare(q, q, q, seqlens, seqlens, 40, 40, **rest)
+    call(q, q, q, seqlens, seqlens, 40, 40, **rest)
+    assert launched == [True]
 
 
 @pytest.mark.usefixtures("no_gpu_rooms")

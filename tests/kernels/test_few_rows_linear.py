@@ -21,6 +21,17 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(37, 72), (64, 1024), (5, 2500), (1, 1)]  # width, depth: whole blocks, and what is left of one
 
 
+# Every dtype with every shape and every number of rows; the rest in turn, so that each meets each.
+GRID = [
+    pytest.param(
+        dtype, shape, rows, bool((rows + i) % 2), bool((rows // 2 + i + j) % 2), id=f"{dtype}-{shape}-{rows}"
+    )
+    for j, dtype in enumerate(DTYPES)
+    for i, shape in enumerate(SHAPES)
+    for rows in range(1, FEW_ROWS + 1)
+]
+
+
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -29,12 +40,9 @@ def wide(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", range(1, FEW_ROWS + 1))
-@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("dtype", "shape", "rows", "with_bias", "_"), GRID)
 def test_product(
-    implementation: str, dtype: torch.dtype, shape: tuple[int, int], rows: int, with_bias: bool
+    implementation: str, dtype: torch.dtype, shape: tuple[int, int], rows: int, with_bias: bool, _: bool
 ) -> None:
     width, depth = shape
     x, weight = draw(rows, depth, dtype=dtype), draw(width, depth, seed=1, dtype=dtype)
@@ -45,11 +53,7 @@ def test_product(
     assert_within_budget(found, exact, functional.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", range(1, FEW_ROWS + 1))
-@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("dtype", "shape", "rows", "gated", "with_bias"), GRID)
 def test_norm_before_and_gate_behind(
     implementation: str, dtype: torch.dtype, shape: tuple[int, int], rows: int, gated: bool, with_bias: bool
 ) -> None:

@@ -110,7 +110,7 @@ def test_a_known_call_launches_what_it_would_have_launched(tmp_path: Path) -> No
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        (sys.executable, SCRIPT), env=environment, capture_output=True, text=True, timeout=500
+        (sys.executable, SCRIPT), env=environment, capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

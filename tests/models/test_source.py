@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from octavo.errors import ModelError
 from octavo.models.source import BUILT_IN_MODELS, ModelSource, resolve_model
@@ -77,6 +77,19 @@ def test_a_path_to_nothing(model: str) -> None:
         resolve_model(model)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://huggingface.co/Qwen/Qwen3-0.6B",
+        "http://www.huggingface.co/Qwen/Qwen3-0.6B/tree/main",
+        "hf.co/Qwen/Qwen3-0.6B",
+    ],
+)
+def test_an_address_of_the_hub_is_no_name(address: str) -> None:
+    with pytest.raises(ModelError, match=rf"at '{address}' \(did you mean 'Qwen/Qwen3-0.6B'\?\); expected"):
+        resolve_model(address)
+
+
 @pytest.mark.parametrize("model", [None, 5, b"x", ["x"]])
 def test_a_name_is_text(model: Any) -> None:
     with pytest.raises(ModelError, match=r"model: expected a folder with .*, got "):
@@ -122,11 +135,43 @@ def test_what_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         resolve_model(str(path))
 
 
-def test_an_unknown_name_gets_the_nearest_built_in() -> None:
-    with pytest.raises(
-        ModelError, match=r"nothing is known under the name 'smollm2' \(did you mean 'smollm2-135m'\?\)"
-    ):
-        resolve_model("smollm2")
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("qwen3-0.6b", "'Qwen/Qwen3-0.6B'"),
+        ("Qwen3-0.6", "'Qwen/Qwen3-0.6B'"),
+        ("qwen3", "'Qwen/Qwen3-0.6B' or 'Qwen/Qwen3-1.7B'"),
+        ("smollm2", "'smollm2-135m' or 'HuggingFaceTB/SmolLM2-360M-Instruct'"),
+        ("SmolLM2-135M-Instruct", "'smollm2-135m'"),
+        ("smolm2-135m", "'smollm2-135m' or 'HuggingFaceTB/SmolLM2-360M-Instruct'"),
+        ("gpt2", "'openai-community/gpt2'"),
+        ("mine", "'me/Mine-Instruct'"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_known(
+    model: str, names: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cached(tmp_path, "me/Mine-Instruct", monkeypatch)
+    with pytest.raises(ModelError) as caught:
+        resolve_model(model)
+    assert str(caught.value).startswith(
+        f"model: nothing is known under the name '{model}' (did you mean {names}?); expected a folder with "
+        "config.json, a .gguf file, a Hugging Face repository id (owner/name), or a built-in model"
+    )
+    assert str(caught.value).endswith("work without a connection")
+
+
+def cached(folder: Path, repo_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `folder` the cache of huggingface_hub, and the repository a part of it."""
+    snapshot = folder / f"models--{repo_id.replace('/', '--')}" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+
+
+def test_a_name_like_no_other_gets_no_suggestion() -> None:
+    with pytest.raises(ModelError, match=r"nothing is known under the name 'xyzzy'; expected a folder"):
+        resolve_model("xyzzy")
     with pytest.raises(ModelError, match="got ''"):
         resolve_model("")
 
@@ -179,20 +224,34 @@ def test_a_repository_is_fetched_through_the_hub(
     assert "*.bin" not in patterns
 
 
-def test_a_repository_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def snapshot_download(repo_id: str, **options: Any) -> str:
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(
-        ModelError, match=r"no folder 'owner/name' here.*not in the local cache.*HF_HUB_OFFLINE"
-    ):
+    cached(tmp_path, "me/mine", monkeypatch)
+    with pytest.raises(ModelError, match=r"no folder 'owner/name' here.*not in the local cache") as caught:
         resolve_model("owner/name")
+    assert str(caught.value).endswith(
+        "(no connection, or HF_HUB_OFFLINE is set); what works offline: smollm2-135m, a folder with "
+        "config.json, a .gguf file, and from the cache me/mine"
+    )
+
+
+def test_a_repository_that_does_not_exist_gets_the_nearest_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        raise HFValidationError("404 Client Error\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    expected = r"could not be read \(did you mean 'Qwen/Qwen3-0.6B'\?\): 404 Client Error$"
+    with pytest.raises(ModelError, match=expected):
+        resolve_model("qwen/qwen3-0.6")
 
 
 def test_a_repository_without_a_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo_id, **options: str(tmp_path))
-    with pytest.raises(ModelError, match=r"repository 'owner/name' at revision 'v2' has no config.json"):
+    expected = r"repository 'owner/name' at revision 'v2' has no config.json; of one that holds GGUF files"
+    with pytest.raises(ModelError, match=expected):
         resolve_model("owner/name", "v2")
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from helpers.serve import Answer, run, scripted_client
+from helpers.serve import Answer, run, run_timeless, scripted_client
 
 from octavo.errors import (
     CapacityError,
@@ -129,7 +129,7 @@ def test_an_answer_may_take_longer_than_its_body_may(monkeypatch):
             assert response.status_code == 200
             assert response.json()["choices"][0]["text"] == "a"
 
-    run(test())
+    run_timeless(test())
 
 
 @pytest.mark.parametrize(

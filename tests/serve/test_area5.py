@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from helpers.serve import RunningServer, events_of, running_server, wait_until
+from helpers.serve import PATIENCE_S, RunningServer, events_of, running_server, wait_until
 
 CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -30,30 +29,13 @@ def server(tiny: tuple[Any, ...]) -> Iterator[RunningServer]:
 
 
 def post(server: RunningServer, body: Any, path: str = CHAT) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=60)
-
-
-def counts(server: RunningServer) -> dict[str, float]:
-    text = httpx.get(server.url + "/metrics").text
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
-    return {
-        "running": values["octavo_requests_running"],
-        "waiting": values["octavo_requests_waiting"],
-        "owned": values['octavo_kv_cache_blocks{state="owned"}'],
-        "aborted": values['octavo_requests_total{finish_reason="abort"}'],
-    }
-
-
-def is_idle(server: RunningServer) -> bool:
-    now = counts(server)
-    return now["running"] == now["waiting"] == now["owned"] == 0
+    return server.post(path, body)
 
 
 @contextlib.contextmanager
 def streaming(server: RunningServer, body: dict[str, Any], num_events: int) -> Iterator[Iterator[str]]:
     """A stream of which so many events have been read; what is left of its lines."""
-    with httpx.stream("POST", server.url + CHAT, json={**body, "stream": True}, timeout=60) as answer:
+    with httpx.stream("POST", server.url + CHAT, json={**body, "stream": True}, timeout=PATIENCE_S) as answer:
         assert answer.status_code == 200
         lines = answer.iter_lines()
         for _ in range(num_events):
@@ -61,53 +43,52 @@ def streaming(server: RunningServer, body: dict[str, Any], num_events: int) -> I
         yield lines
 
 
-def assert_gone_within_a_second(server: RunningServer, num_aborted_before: float, num: int = 1) -> None:
-    left_s = time.monotonic()
-    wait_until(lambda: is_idle(server), 10)
-    assert time.monotonic() - left_s < 1
-    assert counts(server)["aborted"] == num_aborted_before + num
+def assert_gone(server: RunningServer, num_aborted_before: float, num: int = 1) -> None:
+    """They ended, by themselves nowhere near it: 30,000 tokens take this model a minute and more."""
+    wait_until(server.is_idle)
+    assert server.counts()["aborted"] == num_aborted_before + num
 
 
 # C43: a client that has gone is generated for no longer
 
 
 def test_a_stream_closed_after_five_chunks_is_aborted(server: RunningServer) -> None:
-    before = counts(server)["aborted"]
+    before = server.counts()["aborted"]
     with streaming(server, ENDLESS, 5):
-        assert counts(server)["running"] == 1
-    assert_gone_within_a_second(server, before)
+        assert server.counts()["running"] == 1
+    assert_gone(server, before)
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_an_answer_not_waited_for_is_aborted(server: RunningServer, path: str) -> None:
-    before = counts(server)["aborted"]
+    before = server.counts()["aborted"]
     body = ENDLESS if path == CHAT else {"input": "Hi", "max_output_tokens": 30_000, "ignore_eos": True}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + path, json=body, timeout=0.5)
-    assert_gone_within_a_second(server, before)
+    with server.connect(path, body):
+        wait_until(lambda: server.counts()["running"] == 1)
+    assert_gone(server, before)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_the_queue_is_aborted_and_those_before_it_are_not(
     server: RunningServer, stream: bool
 ) -> None:
-    before = counts(server)["aborted"]
+    before = server.counts()["aborted"]
     with streaming(server, ENDLESS, 1) as first, streaming(server, ENDLESS, 1):
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + CHAT, json={**ENDLESS, "stream": stream}, timeout=0.5).read()
-        wait_until(lambda: counts(server)["waiting"] == 0, 10)
-        assert counts(server)["aborted"] == before + 1
-        assert counts(server)["running"] == 2
+        with server.connect(CHAT, {**ENDLESS, "stream": stream}):
+            wait_until(lambda: server.counts()["waiting"] == 1)
+        wait_until(lambda: server.counts()["waiting"] == 0)
+        assert server.counts()["aborted"] == before + 1
+        assert server.counts()["running"] == 2
         assert next(line for line in first if line.startswith("data: "))
-    assert_gone_within_a_second(server, before, 3)
+    assert_gone(server, before, 3)
 
 
 def test_a_client_that_leaves_during_prefill_is_aborted(server: RunningServer) -> None:
-    before = counts(server)["aborted"]
+    before = server.counts()["aborted"]
     messages = [{"role": "user", "content": "x" * 30_000}]
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + CHAT, json={**ENDLESS, "messages": messages, "stream": True}, timeout=0.2)
-    assert_gone_within_a_second(server, before)
+    with server.connect(CHAT, {**ENDLESS, "messages": messages, "stream": True}):
+        wait_until(lambda: server.counts()["running"] == 1)
+    assert_gone(server, before)
 
 
 # C45: what a stream holds, and in which order
@@ -217,14 +198,14 @@ def test_bodies_that_are_no_request_are_told_so(server: RunningServer, body: byt
         if path == RESPONSES:
             body = body.replace(b'"messages"', b'"input"')[:100_000]
         headers = {"content-type": "application/json"}
-        answer = httpx.post(server.url + path, content=body, headers=headers, timeout=60)
+        answer = httpx.post(server.url + path, content=body, headers=headers, timeout=PATIENCE_S)
         assert answer.status_code in (400, 404), answer.text[:300]
         error = answer.json()["error"]
         assert error["message"]
         assert error["type"] in ("invalid_request_error", "not_found_error")
         assert "Traceback" not in answer.text
         assert len(answer.text) < 3000
-    assert httpx.get(server.url + "/health").status_code == 200
+    assert server.get("/health").status_code == 200
 
 
 # C39: logit_bias
@@ -258,7 +239,7 @@ def test_requests_of_every_kind_beside_each_other_harm_nobody(server: RunningSer
     schema |= {"additionalProperties": False}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     formatted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    before = counts(server)["aborted"]
+    before = server.counts()["aborted"]
 
     async def ask(client: httpx.AsyncClient, seed: int) -> None:
         chat = {"messages": HI, "max_tokens": 30, "temperature": 1, "seed": seed}
@@ -288,8 +269,8 @@ def test_requests_of_every_kind_beside_each_other_harm_nobody(server: RunningSer
                         break
 
     async def ask_all() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
             await asyncio.gather(*(ask(client, seed) for seed in range(25)))
 
     asyncio.run(ask_all())
-    assert_gone_within_a_second(server, before, 5)
+    assert_gone(server, before, 5)

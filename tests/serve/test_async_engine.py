@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from helpers.serve import CARD, STATS, Answer, NullListener, eventually, run, scripted_engine
+from helpers.serve import CARD, STATS, Answer, NullListener, eventually, run, run_timeless, scripted_engine
 
 from octavo.errors import (
     CapacityError,
@@ -223,17 +223,41 @@ def test_an_aborted_request_makes_room_in_the_queue_at_once():
     run(test())
 
 
-def test_the_queue_is_bounded_by_tokens_but_an_empty_one_takes_any_prompt():
+def test_the_queue_is_bounded_by_tokens():
     async def test():
         engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(max_waiting_tokens=10))
-        submit(engine, "long", ids=[0] * 50)
-        with pytest.raises(OverloadedError, match="50 prompt tokens are waiting and 1 more came"):
+        submit(engine, "long", ids=[0] * 10)
+        with pytest.raises(OverloadedError, match="10 prompt tokens are waiting and 1 more came"):
             submit(engine, "short", ids=[0])
         engine.receive(waiting_news("long"))
         submit(engine, "six", ids=[0] * 6)
         submit(engine, "four", ids=[0] * 4)
         with pytest.raises(OverloadedError):
             submit(engine, "one", ids=[0])
+        await engine.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("max_waiting_tokens", "num_tokens", "problem"),
+    [
+        (10, 11, "prompt has 11 tokens; this server queues at most 10; .* larger --max-waiting-tokens"),
+        (10, 200, "prompt has 200 tokens; max_model_len=200 leaves room for at most 199 and one new token"),
+        (1000, 200, "prompt has 200 tokens; max_model_len=200"),
+    ],
+)
+def test_a_prompt_that_is_never_taken_hears_so_at_any_load(max_waiting_tokens, num_tokens, problem):
+    async def test():
+        settings = ServeSettings(max_waiting_tokens=max_waiting_tokens, max_waiting_requests=1)
+        engine, _ = await scripted_engine(held(asyncio.Event()), settings)
+        for name in ("idle", "busy"):
+            with pytest.raises(RequestError, match=problem):
+                submit(engine, "long", ids=[0] * num_tokens)
+            if name == "idle":
+                submit(engine, "first", ids=[0])
+        with pytest.raises(OverloadedError):
+            submit(engine, "short", ids=[0])
         await engine.close()
 
     run(test())
@@ -333,7 +357,7 @@ def test_a_request_that_takes_too_long_times_out_and_is_aborted():
         assert engine.num_active == 0
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_request_in_time_is_left_alone():
@@ -344,7 +368,7 @@ def test_a_request_in_time_is_left_alone():
         assert link.aborted == []
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 # States
@@ -390,7 +414,7 @@ def test_a_stuck_engine_fails_what_runs_and_comes_back_with_its_next_step():
         assert [state for name, state in listener.heard if name == "state"] == ["ready", "stuck", "ready"]
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_steps_keep_an_engine_from_being_stuck_and_idle_time_is_not_held_against_it():
@@ -404,7 +428,7 @@ def test_steps_keep_an_engine_from_being_stuck_and_idle_time_is_not_held_against
             engine.receive(waiting_news())
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_draining_lets_what_runs_end_and_takes_nothing_new():
@@ -422,7 +446,7 @@ def test_draining_lets_what_runs_end_and_takes_nothing_new():
         assert link.aborted == []
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_draining_fails_what_does_not_end_in_time():
@@ -436,7 +460,7 @@ def test_draining_fails_what_does_not_end_in_time():
         await engine.close()
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_loading_ends_when_both_model_and_tokenizer_are_there():
@@ -462,7 +486,7 @@ def test_loading_ends_when_both_model_and_tokenizer_are_there():
         await engine.close()
         assert listener.heard[1] == ("stage", Stage("weights", 1.5))
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_model_that_cannot_be_loaded_raises_its_own_error():
@@ -534,6 +558,23 @@ def test_texts_that_wait_for_a_thread_count_like_requests_that_wait():
         may_end.set()
         assert await asyncio.gather(*working) == [True] * 3
         assert await engine.off_loop(40_004, may_end.wait)
+        await engine.close()
+
+    run(test())
+
+
+def test_a_text_that_is_one_prompt_takes_no_more_room_than_a_prompt_may_have():
+    async def test():
+        engine, _ = await scripted_engine(Answer(), ServeSettings(max_waiting_tokens=10_000))
+        may_end = threading.Event()
+        first = asyncio.create_task(engine.off_loop(8000, may_end.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="2000 prompt tokens are waiting and 1250000 more came"):
+            await engine.off_loop(5_000_000, may_end.wait)
+        second = asyncio.create_task(engine.off_loop(5_000_000, may_end.wait, is_prompt=True))
+        await asyncio.sleep(0)
+        may_end.set()
+        assert await asyncio.gather(first, second) == [True, True]
         await engine.close()
 
     run(test())
@@ -620,5 +661,5 @@ async def main():
 asyncio.run(main())
 print("closed", flush=True)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "closed\n", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from helpers.serve import (
 
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from octavo.sampling_params import SamplingParams
-from octavo.serve.channel import EngineChannel, FrontChannel
+from octavo.serve.channel import EngineChannel, FrontChannel, _Frames
 from octavo.serve.engine_process import _is_token
-from octavo.serve.messages import Accepted, Died, Item, News, Observed, Refused, Submit
+from octavo.serve.messages import Abort, Accepted, Died, Item, News, Observed, Refused, Submit
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -272,3 +273,12 @@ def test_the_channel_hands_over_together_what_came_together():
         await lost.wait()
 
     run(test())
+
+
+def test_the_channel_writes_to_the_transport_of_any_event_loop():
+    written: list[bytes] = []
+    front = FrontChannel(lambda *messages: None, lambda: None)
+    front.send(Abort("early"))
+    front.connection_made(SimpleNamespace(is_closing=lambda: False, write=written.append))  # type: ignore[arg-type]
+    front.send(Abort("a"))
+    assert _Frames().feed(b"".join(written)) == [Abort("a")]

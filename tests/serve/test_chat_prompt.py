@@ -13,6 +13,7 @@ from helpers.serve import Answer, run, scripted_client, scripted_engine
 from helpers.tokenizers_by_hand import byte_level
 
 from octavo.errors import RequestError
+from octavo.serve import chat_prompt
 from octavo.serve.api_errors import ApiError
 from octavo.serve.chat_prompt import PreparedChat, call_rules, prepare_chat, render_prompt
 from octavo.serve.chat_protocol import ChatRequest, template_messages, template_tools
@@ -183,6 +184,15 @@ def test_tool_choice_none_keeps_tools_from_the_model_and_calls_from_being_read()
     assert prepared(request(tools=[], tool_choice="auto")).prompt == chat.prompt
 
 
+def test_schemas_that_are_too_long_are_refused_before_the_prompt_is_written(monkeypatch: Any) -> None:
+    monkeypatch.setattr(chat_prompt, "render_prompt", lambda *_, **__: pytest.fail("it was written"))
+    wide = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["a" * 10**6]}}}
+    message = "tools: the parameters of 'f' cannot be kept to: json_schema has 1,000,013 characters"
+    with pytest.raises(ApiError, match=message) as caught:
+        prepared(request(tools=[wide], tool_choice="required"))
+    assert caught.value.param == "tools"
+
+
 @pytest.mark.parametrize(
     ("fields", "message", "param"),
     [
@@ -307,9 +317,9 @@ def test_where_the_text_of_a_long_request_is_worked_on_does_not_hang_on_its_fiel
             sizes: list[int] = []
             work = link.engine.off_loop
 
-            async def noted(size: int, job: Any) -> Any:
+            async def noted(size: int, job: Any, **options: Any) -> Any:
                 sizes.append(size)
-                return await work(size, job)
+                return await work(size, job, **options)
 
             link.engine.off_loop = noted  # type: ignore[method-assign,assignment]
             for path in ("/v1/chat/completions", "/tokenize"):

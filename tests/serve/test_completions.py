@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 
 import pytest
 from helpers.serve import Answer, events_of, eventually, run, scripted_client, scripted_engine
@@ -11,6 +12,7 @@ from octavo.serve.app import create_app
 from octavo.serve.messages import Abort
 from octavo.serve.metrics import Metrics
 from octavo.serve.settings import ServeSettings
+from octavo.text.tokenizer import Tokenizer
 
 ANSWER = Answer(["ab", "c"], stop_reason=None, num_cached_tokens=1)
 
@@ -535,6 +537,45 @@ def test_a_batch_that_never_fits_is_400_and_one_that_does_not_fit_now_is_429_and
     assert (by_tokens.status_code, by_number.status_code, num_submitted) == (429, 429, 1)
 
 
+@pytest.mark.parametrize("prompt", [[1] * 200, [[1] * 200, [1]], "a" * 5000, ["a" * 5000]])
+def test_a_prompt_that_never_fits_is_400_while_others_wait_too(prompt):
+    async def test():
+        settings = ServeSettings(max_waiting_tokens=1000)
+        async with scripted_client(Answer(["a"], gate=asyncio.Event()), settings) as (client, link):
+            link.tell = lambda *told: None
+            first = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1] * 150}))
+            await eventually(lambda: len(link.submitted) == 1)
+            answer = await client.post("/v1/completions", json={"prompt": prompt})
+            first.cancel()
+            return answer
+
+    answer = run(test())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_while_a_long_prompt_is_turned_into_tokens_others_are_answered(monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+    encode = Tokenizer.encode
+
+    def held(self, text, **options):
+        if len(text) > 2000:
+            begun.set()
+            assert may_end.wait(30)  # on the event loop it would wait in vain
+        return encode(self, text, **options)
+
+    async def test():
+        async with scripted_client(Answer(["a"])) as (client, _):
+            monkeypatch.setattr(Tokenizer, "encode", held)
+            long = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a" * 5000}))
+            await eventually(begun.is_set)
+            short = await client.post("/v1/completions", json={"prompt": "a"})
+            assert (short.status_code, long.done()) == (200, False)
+            may_end.set()
+            assert (await long).json()["error"]["code"] == "context_length_exceeded"
+
+    run(test())
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping"])
 def test_a_balancer_may_ask_for_the_head_alone(path):
     async def test():
@@ -542,3 +583,16 @@ def test_a_balancer_may_ask_for_the_head_alone(path):
             return await client.head(path)
 
     assert run(test()).status_code == 200
+
+
+@pytest.mark.parametrize(("kind", "told"), [(None, "none"), ("text/plain", "'text/plain'")])
+def test_a_content_type_that_is_not_json_is_told_as_it_came(kind, told):
+    async def test():
+        async with scripted_client(Answer(["a"])) as (client, _):
+            headers = {} if kind is None else {"Content-Type": kind}
+            return await client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+
+    answer = run(test())
+    assert answer.status_code == 400
+    message = f"the Content-Type of the body must be application/json, got {told}"
+    assert answer.json()["error"]["message"] == message

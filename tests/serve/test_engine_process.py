@@ -45,7 +45,7 @@ class Front:
         self.socket = sock
         self.frames = _Frames()
         self.messages = []
-        sock.settimeout(20)
+        sock.settimeout(120)
 
     def send(self, *messages):
         data = b"".join(len(raw).to_bytes(8, "big") + raw for raw in map(encode, messages))
@@ -83,7 +83,7 @@ def front():
     front.send(Stop())
     if not thread.ident:
         thread.start()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
     channel.close()
     ours.close()

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from helpers.serve import CARD, STATS, Answer, NullListener, eventually, run, scripted_engine
+from helpers.serve import CARD, STATS, Answer, NullListener, eventually, run_timeless, scripted_engine
 
 from octavo.errors import EngineError, ModelError, OverloadedError, RequestError
 from octavo.sampling_params import SamplingParams
@@ -52,7 +52,7 @@ def test_whatever_the_loop_says_leads_out_of_stuck(word: ToFront) -> None:
         engine.submit([1], PARAMS, request_id="b")
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_sign_of_life_while_a_grammar_is_compiled_keeps_a_request_from_failing() -> None:
@@ -65,7 +65,7 @@ def test_a_sign_of_life_while_a_grammar_is_compiled_keeps_a_request_from_failing
         assert (engine.state, generation.is_over) == ("ready", False)
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -81,7 +81,7 @@ def test_only_a_process_that_listens_is_given_time_to_end(comes_back: bool) -> N
         await engine.close()
         assert link.was_patient is comes_back
 
-    run(test())
+    run_timeless(test())
 
 
 def test_one_that_hangs_while_draining_is_not_waited_for() -> None:
@@ -92,7 +92,7 @@ def test_one_that_hangs_while_draining_is_not_waited_for() -> None:
         await engine.close()
         assert link.was_patient is False
 
-    run(test())
+    run_timeless(test())
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_only_what_the_request_is_to_blame_for_counts_as_invalid(
         assert [reason for name, reason in listener.heard if name == "refused"] == [reason]
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_tokenizer_that_fails_as_the_model_is_loaded_fails_the_loading() -> None:
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_fails_as_the_model_is_loaded_fails_the_loading() -> No
         assert engine.state == "dead"
         await engine.close()
 
-    run(test())
+    run_timeless(test())
 
 
 class _Loop:

@@ -40,7 +40,7 @@ class Channel:
         """What was sent up to the first message that is wanted."""
         seen: list[Any] = []
         while not seen or not is_wanted(seen[-1]):
-            seen.append(self.outbox.get(timeout=30))
+            seen.append(self.outbox.get(timeout=120))
         return seen
 
 
@@ -55,7 +55,7 @@ def held():
     compile_now = library.compile
 
     def compile_later(output: StructuredOutput) -> Any:
-        assert let_go.wait(30)
+        assert let_go.wait(120)
         return compile_now(output)
 
     library.compile = compile_later  # type: ignore[method-assign]
@@ -65,7 +65,7 @@ def held():
     yield engine, channel, let_go
     let_go.set()
     channel.inbox.put(Stop())
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
 
 
@@ -143,7 +143,7 @@ def test_while_a_grammar_is_compiled_the_loop_says_that_it_turns(held: Held, mon
     _, channel, let_go = held
     channel.inbox.put(Submit("waits", [1], structured(YES_OR_NO)))
     for _ in range(3):
-        beat = channel.outbox.get(timeout=30)
+        beat = channel.outbox.get(timeout=120)
         assert isinstance(beat, News)
         assert (beat.items, beat.step_s, beat.num_tokens) == ([], 0.0, 0)
     let_go.set()
@@ -157,8 +157,8 @@ def test_a_grammar_that_was_forgotten_before_its_owner_took_it_is_not_compiled_a
     engine, channel = make_grammar_engine(), Channel()
     loop = EngineLoop(engine, channel)  # type: ignore[arg-type]
     loop._take([Submit("waits", [1], structured(YES_OR_NO))])
-    engine.grammars._compiled[YES_OR_NO].result(30)
-    engine.grammars.start(StructuredOutput(regex="another")).result(30)
+    engine.grammars._compiled[YES_OR_NO].result(120)
+    engine.grammars.start(StructuredOutput(regex="another")).result(120)
     assert YES_OR_NO not in engine.grammars._compiled
     loop._take([])
     assert channel.outbox.get_nowait() == Accepted(("waits",))

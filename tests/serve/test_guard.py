@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 import pytest
 import uvicorn
-from helpers.serve import Answer, eventually, run, scripted_client, scripted_engine
+from helpers.serve import PATIENCE_S, Answer, eventually, run, run_timeless, scripted_client, scripted_engine
 from starlette.responses import Response
 
 from octavo.errors import ConfigError
@@ -264,7 +264,9 @@ def test_of_an_endless_body_only_so_much_is_taken_in(monkeypatch):
 
     async def test():
         async with asyncio.timeout(10):
-            await guard.BodyLimit(None, max_bytes=1000)({"type": "http", "headers": []}, receive, send)
+            await guard.BodyLimit(None, max_bytes=1000, idle_s=30)(
+                {"type": "http", "headers": []}, receive, send
+            )
 
     run(test())
     assert sent[0]["status"] == 413
@@ -299,7 +301,7 @@ def test_a_client_that_sends_far_too_much_can_still_read_why(is_chunked):
             if is_chunked:
                 content = in_chunks(content, 100_000)
             url = f"http://127.0.0.1:{port}/v1/completions"
-            return await client.post(url, content=content, headers=JSON, timeout=30)
+            return await client.post(url, content=content, headers=JSON, timeout=PATIENCE_S)
 
     assert run(test()).status_code == 413
 
@@ -312,25 +314,84 @@ def test_a_client_that_asks_before_it_sends_is_refused_at_once():
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 101\r\n"
                 b"Expect: 100-continue\r\n\r\n"
             )
-            answer = await asyncio.wait_for(reader.read(), 5)
+            answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
             writer.close()
             return answer
 
     assert run(test()).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_that_never_ends_is_given_up(monkeypatch):
-    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.2)
+@pytest.mark.parametrize(
+    ("whole_s", "idle_s", "problem"),
+    [
+        (0.2, 30.0, b"the body did not arrive within 0.2 s"),
+        (60.0, 0.2, b"the body stopped arriving for 0.2 s (--idle-connection)"),
+    ],
+)
+def test_a_body_that_never_ends_is_given_up(monkeypatch, whole_s, idle_s, problem):
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", whole_s)
 
     async def test():
-        async with over_sockets(Answer(["a"]), ServeSettings()) as (port, link):
+        async with over_sockets(Answer(["a"]), ServeSettings(idle_connection_s=idle_s)) as (port, link):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-            first = await asyncio.wait_for(reader.readline(), 5)
+            answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
             writer.close()
-            return first, link.submitted
+            return answer, link.submitted
 
-    assert run(test()) == (b"HTTP/1.1 408 Request Timeout\r\n", [])
+    answer, submitted = run(test())
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert problem in answer
+    assert submitted == []
+
+
+def test_a_body_that_goes_on_arriving_is_bounded_as_a_whole():
+    async def test():
+        begun = asyncio.get_running_loop().time()
+        answers = []
+
+        async def receive():
+            await asyncio.sleep(20)
+            return {"type": "http.request", "body": b"x", "more_body": True}
+
+        async def send(message):
+            answers.append(message)
+
+        limit = guard.BodyLimit(None, max_bytes=1000, idle_s=30)
+        await limit({"type": "http", "headers": []}, receive, send)
+        return answers[0]["status"], asyncio.get_running_loop().time() - begun
+
+    assert run_timeless(test()) == (408, guard.BODY_TIMEOUT_S)
+
+
+def test_when_to_try_again_is_when_the_first_of_the_bodies_that_stopped_is_given_up(monkeypatch):
+    monkeypatch.setattr(guard, "NUM_LARGE_BODIES", 1)
+    monkeypatch.setattr(guard, "SMALL_BODY_BYTES", 100)
+
+    async def test():
+        limit = guard.BodyLimit(None, max_bytes=1000, idle_s=30)
+
+        async def ask(*sizes):
+            answers = []
+            bodies = [{"type": "http.request", "body": b"x" * size, "more_body": True} for size in sizes]
+
+            async def receive():
+                if not bodies:
+                    await asyncio.Event().wait()
+                return bodies.pop(0)
+
+            async def send(message):
+                answers.append(message)
+
+            await limit({"type": "http", "headers": []}, receive, send)
+            return answers[0]
+
+        stopped = asyncio.create_task(ask(900))
+        await asyncio.sleep(12)
+        refused = await ask(101)  # which takes 5 s: what it still sends is waited for
+        return refused["status"], dict(refused["headers"])[b"retry-after"], (await stopped)["status"]
+
+    assert run_timeless(test()) == (429, b"13", 408)
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody():
@@ -351,6 +412,17 @@ def test_only_so_many_large_bodies_arrive_at_once_and_small_ones_always(monkeypa
     monkeypatch.setattr(guard, "NUM_LARGE_BODIES", 2)
     monkeypatch.setattr(guard, "SMALL_BODY_BYTES", 100)
     settings = ServeSettings(max_body_bytes=1000)
+    limits = []
+
+    class Watched(guard.BodyLimit):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            limits.append(self)
+
+    def num_arriving():
+        return sum(one._num_arriving_bytes for one in limits)
+
+    monkeypatch.setattr(guard, "BodyLimit", Watched)
 
     async def test():
         async with over_sockets(Answer(["a"]), settings) as (port, _):
@@ -361,22 +433,23 @@ def test_only_so_many_large_bodies_arrive_at_once_and_small_ones_always(monkeypa
                 arriving.append((reader, writer))
                 writer.write(head + b" " * num_bytes)
                 if num_bytes == 998:
-                    await asyncio.sleep(0.1)
+                    await eventually(lambda: num_arriving() == 998 * len(arriving))
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
                 small = await client.post("/v1/completions", json=BODY)
                 refused, refused_writer = arriving[-1]
                 refused_writer.write(b" " * 889)  # it is heard to its end before it is answered
-                status = (await asyncio.wait_for(refused.readuntil(b"\r\n\r\n"), 10)).lower()
+                status = (await asyncio.wait_for(refused.readuntil(b"\r\n\r\n"), PATIENCE_S)).lower()
                 for _, writer in arriving:
                     writer.close()
                     await writer.wait_closed()
+                await eventually(lambda: num_arriving() == 0)
                 large = await client.post("/v1/completions", content=sized(900), headers=JSON)
             return small.status_code, status, large.status_code
 
     small, refused, large = run(test())
     assert (small, large) == (200, 200)
     assert refused.startswith(b"http/1.1 429")
-    assert b"retry-after: 1\r\n" in refused
+    assert 1 <= int(refused.partition(b"retry-after: ")[2].partition(b"\r\n")[0]) <= 30
 
 
 # Request ids

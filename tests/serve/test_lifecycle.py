@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +15,7 @@ import httpx
 import pytest
 from helpers import serve_engines
 from helpers.serve import (
+    PATIENCE_S,
     NullListener,
     events_of,
     eventually,
@@ -27,11 +27,12 @@ from helpers.serve import (
 from octavo.config import EngineConfig
 from octavo.errors import EngineError, ModelError
 from octavo.sampling_params import SamplingParams
+from octavo.serve import process as process_module
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.process import EngineProcess
 from octavo.serve.settings import ServeSettings
 
-LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
+LONG = SamplingParams(max_tokens=10**9, ignore_eos=True)
 
 
 async def real_engine(build, settings=None, listener=None):
@@ -61,6 +62,12 @@ def children_of(pid):
     return found
 
 
+def engine_of(server):
+    pids = children_of(server.process.pid)
+    (engine,) = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return engine
+
+
 # The engine process
 
 
@@ -73,13 +80,11 @@ def test_kill_9_in_the_middle_of_a_stream():
         await anext(generation)
         waiting = engine.submit([1, 2], LONG, request_id="b")
         os.kill(process.pid, signal.SIGKILL)
-        died_s = time.monotonic()
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             async for _ in generation:
                 pass
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             await waiting.result()
-        assert time.monotonic() - died_s < 2
         assert engine.state == "dead"
         with pytest.raises(EngineError):
             engine.submit([1], LONG, request_id="c")
@@ -112,6 +117,7 @@ def test_a_step_that_hangs_makes_the_engine_stuck_until_it_goes_on(tmp_path):
             async for _ in generation:
                 pass
         assert engine.state == "stuck"
+        engine.settings = ServeSettings()  # however slowly it comes back
         (tmp_path / "hang").unlink()
         await eventually(lambda: engine.state == "ready")
         params = SamplingParams(max_tokens=3)
@@ -121,7 +127,9 @@ def test_a_step_that_hangs_makes_the_engine_stuck_until_it_goes_on(tmp_path):
     run(test())
 
 
-def test_an_engine_that_hangs_can_be_closed(tmp_path):
+def test_an_engine_that_hangs_can_be_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_module, "EXIT_S", 1e6)  # patience would never end
+
     async def test():
         settings = ServeSettings(stuck_s=0.2)
         engine, process = await real_engine(
@@ -131,9 +139,7 @@ def test_an_engine_that_hangs_can_be_closed(tmp_path):
         (tmp_path / "hang").touch()
         engine.submit([1, 2], LONG, request_id="a")
         await eventually(lambda: engine.state == "stuck")
-        began_s = time.monotonic()
         await engine.close()
-        assert time.monotonic() - began_s < 5
         assert not is_running(process.pid)
 
     run(test())
@@ -156,14 +162,14 @@ def test_what_loading_fails_with_is_raised_here(build, error, message):
     run(test())
 
 
-def test_loading_can_be_given_up():
+def test_loading_can_be_given_up(monkeypatch):
+    monkeypatch.setattr(process_module, "EXIT_S", 1e6)
+
     async def test():
         listener = NullListener()
         engine, process = await real_engine(serve_engines.endless, listener=listener)
-        await eventually(lambda: any(name == "stage" for name, _ in listener.heard), 20)
-        began_s = time.monotonic()
+        await eventually(lambda: any(name == "stage" for name, _ in listener.heard))
         await engine.close()
-        assert time.monotonic() - began_s < 5
         assert not is_running(process.pid)
 
     run(test())
@@ -185,7 +191,7 @@ async def main():
     build = serve_engines.{build}
     process = EngineProcess(build, EngineConfig(model="scripted"), engine.receive, engine.lost)
     engine.start(process, lambda: None)
-    await eventually(lambda: any(name == "stage" for name, _ in listener.heard), 30)
+    await eventually(lambda: any(name == "stage" for name, _ in listener.heard))
     print(process.pid, flush=True)
     {then}
 
@@ -198,21 +204,21 @@ if __name__ == "__main__":
 def test_the_engine_process_follows_a_front_that_is_killed(build, tmp_path):
     script = tmp_path / "front.py"
     tests = str(Path(__file__).parents[1])
-    script.write_text(FOLLOW.format(tests=tests, build=build, then="await asyncio.sleep(60)"))
+    script.write_text(FOLLOW.format(tests=tests, build=build, then="await asyncio.sleep(600)"))
     with subprocess.Popen((sys.executable, script), stdout=subprocess.PIPE, text=True) as front:
         pid = int(front.stdout.readline())
         front.kill()
         front.wait()
-    wait_until(lambda: not is_running(pid), 10)
+    wait_until(lambda: not is_running(pid))
 
 
 def test_a_front_that_fails_without_closing_its_engine_ends_it(tmp_path):
     script = tmp_path / "front.py"
     tests = str(Path(__file__).parents[1])
     script.write_text(FOLLOW.format(tests=tests, build="scripted", then="1 / 0"))
-    done = subprocess.run((sys.executable, script), capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run((sys.executable, script), capture_output=True, text=True, check=False)
     assert "ZeroDivisionError" in done.stderr
-    wait_until(lambda: not is_running(int(done.stdout)), 10)
+    wait_until(lambda: not is_running(int(done.stdout)))
 
 
 # The server
@@ -222,20 +228,6 @@ def test_a_front_that_fails_without_closing_its_engine_ends_it(tmp_path):
 def server(tiny):
     with running_server(*tiny, "--slow-reader", "1") as server:
         yield server
-
-
-def connect(server, body, path="/v1/completions", buffer_bytes=None):
-    """A raw connection that has sent this request."""
-    address = urlsplit(server.url)
-    sock = socket.socket()
-    if buffer_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-    sock.settimeout(30)
-    sock.connect((address.hostname, address.port))
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: octavo\r\nContent-Type: application/json\r\n"
-    sock.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    return sock
 
 
 def first_piece(sock):
@@ -256,24 +248,6 @@ def rest_of(sock, end=None):
     return data
 
 
-def counts(server):
-    """What /metrics says of requests and blocks."""
-    text = httpx.get(server.url + "/metrics").text
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
-    return {
-        "running": values["octavo_requests_running"],
-        "waiting": values["octavo_requests_waiting"],
-        "owned": values['octavo_kv_cache_blocks{state="owned"}'],
-        "aborted": values['octavo_requests_total{finish_reason="abort"}'],
-    }
-
-
-def is_idle(server):
-    now = counts(server)
-    return now["running"] == now["waiting"] == now["owned"] == 0
-
-
 ENDLESS = {"prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
 
 
@@ -281,90 +255,74 @@ def test_the_ready_line_says_what_is_served_and_where(server):
     ready = [line for line in server.lines if line.startswith("octavo: ready")]
     assert len(ready) == 1
     assert "on cpu in float32, 4096 blocks of 16 tokens, at http://127.0.0.1:" in ready[0]
-    assert httpx.get(server.url + "/health").json() == {"status": "ready"}
+    assert server.get("/health").json() == {"status": "ready"}
 
 
 @pytest.mark.parametrize("body", [{**ENDLESS, "stream": True}, ENDLESS], ids=["streamed", "whole"])
-def test_a_client_that_leaves_is_aborted_within_a_second_mini_sglang_15(server, body):
+def test_a_client_that_leaves_is_aborted_mini_sglang_15(server, body):
     """The public report sgl-project/mini-sglang#15."""
-    before = counts(server)["aborted"]
-    sock = connect(server, body)
+    before = server.counts()["aborted"]
+    sock = server.connect("/v1/completions", body)
     if body.get("stream"):
         first_piece(sock)
-    wait_until(lambda: counts(server)["running"] == 1)
+    wait_until(lambda: server.counts()["running"] == 1)
     sock.close()
-    left_s = time.monotonic()
-    wait_until(lambda: is_idle(server), 5)
-    assert time.monotonic() - left_s < 1
-    assert counts(server)["aborted"] == before + 1
+    wait_until(server.is_idle)
+    assert server.counts()["aborted"] == before + 1
 
 
 def test_a_client_that_leaves_during_prefill_is_aborted(server):
-    before = counts(server)["aborted"]
-    sock = connect(server, {**ENDLESS, "prompt": [1] * 32_000})
-    wait_until(lambda: counts(server)["running"] == 1)
+    before = server.counts()["aborted"]
+    sock = server.connect("/v1/completions", {**ENDLESS, "prompt": [1] * 32_000})
+    wait_until(lambda: server.counts()["running"] == 1)
     sock.close()
-    wait_until(lambda: is_idle(server), 5)
-    assert counts(server)["aborted"] == before + 1
+    wait_until(server.is_idle)
+    assert server.counts()["aborted"] == before + 1
 
 
 def test_a_reader_that_never_reads_blocks_nobody_and_is_cut_off(server):
     num_files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
-    before = counts(server)["aborted"]
+    before = server.counts()["aborted"]
     body = {**ENDLESS, "stream": True, "n": 4, "logprobs": 5}
-    with connect(server, body, buffer_bytes=4096), connect(server, body, buffer_bytes=4096):
-        wait_until(lambda: counts(server)["running"] == 2)
-        slowest_s = 0.0
-        while not is_idle(server):
-            began_s = time.monotonic()
-            response = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 3})
-            assert response.status_code == 200
-            slowest_s = max(slowest_s, time.monotonic() - began_s)
-        assert slowest_s < 2
-        assert counts(server)["aborted"] == before + 2
-        wait_until(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) <= num_files, 10)
+    with (
+        server.connect("/v1/completions", body, buffer_bytes=4096),
+        server.connect("/v1/completions", body, buffer_bytes=4096),
+    ):
+        wait_until(lambda: server.counts()["running"] == 2)
+        while not server.is_idle():
+            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
+        assert server.counts()["aborted"] == before + 2
+        wait_until(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) <= num_files)
 
 
 def test_ten_thousand_connections_opened_and_dropped(server):
     address = urlsplit(server.url)
     pid = server.process.pid
     num_files = len(os.listdir(f"/proc/{pid}/fd"))
-    slowest_s = 0.0
-    with httpx.Client() as client:
+    with httpx.Client(timeout=PATIENCE_S) as client:
         for at in range(10_000):
-            sock = socket.create_connection((address.hostname, address.port), timeout=10)
+            sock = socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S)
             if at % 3 == 1:
                 sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
             sock.close()
             if at % 1000 == 0:
-                began_s = time.monotonic()
                 assert client.get(server.url + "/health").status_code == 200
-                slowest_s = max(slowest_s, time.monotonic() - began_s)
-    assert slowest_s < 2
-    wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= num_files + 2, 10)
+    wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= num_files + 2)
 
 
 def test_a_prompt_of_five_megabytes_holds_nobody_up(server):
-    with httpx.Client(timeout=60) as client:
-        text = "The quick brown fox. " * 250_000
-        content = json.dumps({"prompt": text, "max_tokens": 1}).encode()
-        headers = {"content-type": "application/json"}
-        answers = []
-        asking = threading.Thread(
-            target=lambda: answers.append(
-                httpx.post(server.url + "/v1/completions", content=content, headers=headers, timeout=60)
-            )
-        )
-        asking.start()
-        slowest_s = 0.0
+    text = "The quick brown fox. " * 250_000
+    answers = []
+    asking = threading.Thread(
+        target=lambda: answers.append(server.post("/v1/completions", {"prompt": text, "max_tokens": 1}))
+    )
+    asking.start()
+    with httpx.Client(timeout=PATIENCE_S) as client:
         while asking.is_alive():
-            began_s = time.monotonic()
             assert client.get(server.url + "/health").status_code == 200
-            slowest_s = max(slowest_s, time.monotonic() - began_s)
-        asking.join()
+    asking.join()
     assert answers[0].status_code == 400
     assert answers[0].json()["error"]["code"] == "context_length_exceeded"
-    assert slowest_s < 1.0
 
 
 @pytest.mark.parametrize(
@@ -381,16 +339,18 @@ def test_a_prompt_of_five_megabytes_holds_nobody_up(server):
 )
 def test_odd_bytes_harm_nobody(server, data):
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=10) as sock:
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S) as sock:
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
         answer = sock.recv(65536)
         assert answer == b"" or answer.split()[1] in (b"200", b"400", b"404", b"408", b"431")
-    assert httpx.get(server.url + "/health").status_code == 200
+    assert server.get("/health").status_code == 200
 
 
 def test_raw_bytes_of_a_stream(server):
-    with connect(server, {"prompt": "a", "max_tokens": 3, "ignore_eos": True, "stream": True}) as sock:
+    with server.connect(
+        "/v1/completions", {"prompt": "a", "max_tokens": 3, "ignore_eos": True, "stream": True}
+    ) as sock:
         data = b""
         while b"[DONE]" not in data:
             data += sock.recv(65536)
@@ -411,20 +371,21 @@ def test_raw_bytes_of_a_stream(server):
 
 def test_a_signal_under_load_finishes_what_runs(tiny):
     """The engine process gets it as well: a terminal's Ctrl-C goes to the whole group."""
+    body = {"prompt": "a", "max_tokens": 600, "ignore_eos": True, "stream": True}
     with running_server(*tiny) as server:
-        streams = [
-            connect(server, {"prompt": "a", "max_tokens": 150, "ignore_eos": True, "stream": True})
-            for _ in range(8)
-        ]
+        streams = [server.connect("/v1/completions", body) for _ in range(8)]
         for sock in streams:
             first_piece(sock)
+        engine = engine_of(server)
+        os.kill(engine, signal.SIGSTOP)  # so that they run for as long as we look
         for pid in (*children_of(server.process.pid), server.process.pid):
             os.kill(pid, signal.SIGINT)
         wait_until(lambda: any("finishing" in line for line in server.lines))
-        health = httpx.get(server.url + "/health")
+        health = server.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "draining"})
-        refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
+        refused = server.post("/v1/completions", {"prompt": "a"})
         assert refused.status_code == 503
+        os.kill(engine, signal.SIGCONT)
         for sock in streams:
             data = rest_of(sock)
             assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
@@ -437,7 +398,7 @@ def test_a_signal_under_load_finishes_what_runs(tiny):
 
 def test_a_second_signal_ends_at_once_and_says_so(tiny):
     with running_server(*tiny, "--drain", "60") as server:
-        sock = connect(server, {**ENDLESS, "stream": True})
+        sock = server.connect("/v1/completions", {**ENDLESS, "stream": True})
         first_piece(sock)
         server.signal(signal.SIGTERM)
         wait_until(lambda: any("finishing" in line for line in server.lines))
@@ -456,9 +417,9 @@ def events_of_raw(data):
 
 def test_a_signal_while_loading_ends_it(tiny):
     with running_server(*tiny, wait_ready=False) as server:
-        wait_until(lambda: any("listening at" in line for line in server.lines), 30)
+        wait_until(lambda: any("listening at" in line for line in server.lines))
         url = next(line for line in server.lines if "listening at" in line).split()[-1]
-        loading = httpx.get(url + "/health")
+        loading = httpx.get(url + "/health", timeout=PATIENCE_S)
         if loading.status_code == 503:
             assert loading.json() == {"status": "loading"}
         server.signal(signal.SIGTERM)
@@ -468,35 +429,44 @@ def test_a_signal_while_loading_ends_it(tiny):
 
 def test_the_engine_killed_under_the_server(tiny):
     with running_server(*tiny) as server:
-        sock = connect(server, {**ENDLESS, "stream": True})
+        sock = server.connect("/v1/completions", {**ENDLESS, "stream": True})
         first_piece(sock)
-        pids = children_of(server.process.pid)
-        engine = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(engine) == 1
-        os.kill(engine[0], signal.SIGKILL)
+        os.kill(engine_of(server), signal.SIGKILL)
         data = rest_of(sock, b"[DONE]")
         assert "killed by SIGKILL" in json.loads(events_of_raw(data)[-2])["error"]["message"]
-        health = httpx.get(server.url + "/health")
+        health = server.get("/health")
         assert health.status_code == 503
         assert health.json()["status"] == "dead"
-        began_s = time.monotonic()
-        assert httpx.post(server.url + "/v1/completions", json={"prompt": "a"}).status_code == 503
-        assert time.monotonic() - began_s < 1
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
         server.signal(signal.SIGTERM)
-        assert server.wait() == 0
+        assert server.wait() == 1, "whoever starts it again is to see that it failed"
+        reason = "the engine process ended (killed by SIGKILL)"
+        (line,) = [line for line in server.lines if "state=dead" in line]
+        assert "error" in line.lower()
+        assert reason in line
+        assert server.lines[-1] == f"octavo: error: the engine died: {reason}"
 
 
-def test_a_model_that_is_not_there_ends_the_command_with_its_error(tmp_path):
-    with running_server(tmp_path / "nothing", wait_ready=False) as server:
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{folder}/nothing", "no file or folder at"),
+        ("{folder}", "is no model: there is no config.json in it"),
+        ("NO_SUCH_MODEL", "nothing is known under the name 'NO_SUCH_MODEL'"),
+    ],
+)
+def test_a_model_that_cannot_be_there_ends_the_command_before_it_listens(model, message, tmp_path):
+    with running_server(model.format(folder=tmp_path), wait_ready=False) as server:
         assert server.wait() == 1
-        assert "octavo: error: model: no file or folder at" in server.said()
-        assert "Traceback" not in server.said()
+        (said,) = server.lines
+        assert said.startswith("octavo: error: model: ")
+        assert message in said
 
 
 def test_a_port_in_use_is_said_before_the_model_loads(tiny, server):
     port = urlsplit(server.url).port
     arguments = (sys.executable, "-m", "octavo", "serve", *map(str, tiny), "--port", str(port))
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert f"cannot listen at 127.0.0.1:{port}" in done.stderr
     assert done.stdout == ""
@@ -540,5 +510,5 @@ if __name__ == "__main__":
 def test_the_front_never_loads_torch(tiny_folder, tmp_path):
     script = tmp_path / "front.py"
     script.write_text(NO_TORCH.format(model=str(tiny_folder)))
-    done = subprocess.run((sys.executable, script), capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run((sys.executable, script), capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr

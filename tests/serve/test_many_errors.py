@@ -61,6 +61,6 @@ def test_a_body_wrong_in_many_places_is_refused_at_once(path, body, param):
             spent_s = time.process_time() - started
             assert (answer.status_code, len(answer.text) < 2500) == (400, True), answer.text[:300]
             assert answer.json()["error"]["param"] == param
-            assert spent_s < 0.5
+            assert spent_s < 2
 
     run(test())

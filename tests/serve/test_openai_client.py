@@ -47,7 +47,7 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as one:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as one:
         yield one
 
 
@@ -183,7 +183,7 @@ def test_the_async_client(server: LiveServer) -> None:
 
     async def test() -> None:
         async with AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
         ) as client:
             whole = await client.chat.completions.create(model=MODEL, messages=HI)
             assert whole.choices[0].message.content == "Hi!"
@@ -243,7 +243,7 @@ def test_an_error_within_a_stream_is_raised(server: LiveServer, client: OpenAI, 
 def test_a_wrong_key_is_an_authentication_error() -> None:
     with live_server(QWEN3, ServeSettings(api_keys=("right",))) as server:
         for key in ("right", "wrong"):
-            with OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=20) as client:
+            with OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=120) as client:
                 if key == "right":
                     assert client.chat.completions.create(model=MODEL, messages=HI).choices
                     continue
@@ -260,7 +260,7 @@ def test_a_full_queue_is_a_rate_limit_error_and_a_dead_engine_unavailable() -> N
             return waits
 
         server.answer = script
-        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
             first = client.chat.completions.create(model=MODEL, messages=HI, stream=True)
             with pytest.raises(openai.RateLimitError) as caught:
                 client.chat.completions.create(model=MODEL, messages=HI)

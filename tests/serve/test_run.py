@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 
 import pytest
-from helpers.serve import run
+from helpers.serve import PATIENCE_S, run
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from octavo.errors import ConfigError
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, ModelError
 from octavo.serve import run as serving
-from octavo.serve.run import _is_local, _Uvicorn, _uvicorn_config, listen
+from octavo.serve.run import _check_name, _is_local, _Uvicorn, _uvicorn_config, listen
 from octavo.serve.settings import ServeSettings
 
 
@@ -22,6 +23,16 @@ def test_an_address_that_cannot_be_had_is_named(host, port):
         listen(ServeSettings(host=host, port=port))
 
 
+@pytest.mark.parametrize("model", ["foo bar/baz", "_a/b", "a/b/c", "a/b.gguf", "nothing"])
+def test_a_name_under_which_there_can_be_no_model_is_told_before_anything_listens(model):
+    with pytest.raises(ModelError, match="expected a folder with config"):
+        _check_name(EngineConfig(model=model))
+
+
+def test_only_loading_tells_whether_there_is_a_repository():
+    _check_name(EngineConfig(model="some-owner/some.name"))
+
+
 def test_what_other_machines_can_reach_is_told_apart():
     for host, is_local in (("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)):
         with listen(ServeSettings(host=host, port=0)) as listener:
@@ -29,7 +40,7 @@ def test_what_other_machines_can_reach_is_told_apart():
 
 
 async def hello(scope, receive, send):
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.05)
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"hello"})
 
@@ -56,12 +67,19 @@ both_protocols = pytest.mark.parametrize("protocol", [H11Protocol, HttpToolsProt
 @both_protocols
 def test_a_connection_that_asks_nothing_is_closed_and_a_slow_answer_is_not(protocol, monkeypatch):
     async def test():
-        async with listening(hello, protocol, monkeypatch, idle_connection_s=0.1) as address:
-            silent, silent_writer = await asyncio.open_connection(*address)
+        is_closed = asyncio.Event()
+
+        async def slow(scope, receive, send):
+            await is_closed.wait()
+            await hello(scope, receive, send)
+
+        async with listening(slow, protocol, monkeypatch, idle_connection_s=0.5) as address:
             asking, asking_writer = await asyncio.open_connection(*address)
             asking_writer.write(GET + b"Connection: close\r\n\r\n")
-            assert (await asking.read()).endswith(b"hello\r\n0\r\n\r\n")
+            silent, silent_writer = await asyncio.open_connection(*address)
             assert await silent.read() == b""
+            is_closed.set()
+            assert (await asking.read()).endswith(b"hello\r\n0\r\n\r\n")
             for writer in (silent_writer, asking_writer):
                 writer.close()
 
@@ -78,7 +96,7 @@ def test_a_connection_that_asks_only_half_of_its_next_question_is_closed(protoco
                 writer.write(GET + b"\r\n")
                 assert await reader.readuntil(b"0\r\n\r\n")
             writer.write(more)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await reader.read() == b""
             writer.close()
 
@@ -106,7 +124,7 @@ def test_who_leaves_after_sending_more_than_its_request_is_noticed(protocol, mor
                 writer.write(more)
             await asyncio.sleep(0.05)
             writer.close()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 await gone.wait()
 
     run(test())
@@ -120,7 +138,7 @@ def test_requests_sent_one_after_the_other_are_all_answered(protocol, monkeypatc
             writer.write(GET + b"\r\n" + GET + b"\r\n")
             await asyncio.sleep(0.1)
             writer.write(GET + b"Connection: close\r\n\r\n")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert (await reader.read()).count(b"hello") == 3
             writer.close()
 
@@ -136,7 +154,7 @@ def test_what_comes_without_end_is_cut_off(protocol, before, monkeypatch):
             writer.write(before)
             await asyncio.sleep(0.05)
             writer.write(GET)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 with contextlib.suppress(ConnectionError):
                     for _ in range(100):
                         writer.write(b"X: " + b"x" * 10_000 + b"\r\n")
@@ -166,7 +184,7 @@ def test_a_large_body_is_no_more_than_its_request(protocol, monkeypatch):
                 writer.write(
                     b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1_000_000
                 )
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE_S):
                     assert (await reader.readuntil(b"\r\n0\r\n\r\n")).endswith(b"1000000\r\n0\r\n\r\n")
             writer.close()
 

@@ -53,7 +53,7 @@ class City(BaseModel):
 def client() -> Iterator[OpenAI]:
     with (
         running_server("smollm2-135m", "--max-model-len", "1024", "--num-blocks", "256") as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as one,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as one,
     ):
         yield one
 

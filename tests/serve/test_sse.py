@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from helpers.serve import events_of, eventually, run
+from helpers.serve import events_of, eventually, run_timeless
 
 from octavo.errors import EngineError
 from octavo.outputs import RequestMetrics, RequestOutput, StreamChunk
@@ -116,7 +116,7 @@ def test_events_on_the_wire():
         assert client.body.decode() == 'data: {"a":"é","b":null}\n\nevent: x\ndata: y\n\n'
         assert client.is_complete
 
-    run(test())
+    run_timeless(test())
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_an_error_in_a_stream_is_one_event(error, code):
         assert json.loads(told)["error"]["code"] == code
         assert client.is_complete
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_client_that_leaves_ends_the_events():
@@ -145,7 +145,7 @@ def test_a_client_that_leaves_ends_the_events():
         assert closed.is_set()
         assert not client.is_complete
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_client_that_takes_no_events_is_given_up(caplog):
@@ -156,13 +156,14 @@ def test_a_client_that_takes_no_events_is_given_up(caplog):
         assert not closed.is_set(), "it never began"
         client.reads.set()
         serving = client.take(EventStream(events(*[b"a"] * 8000, closed=closed), 0.05))
-        await eventually(lambda: client.body)
+        while not client.body:
+            await asyncio.sleep(0)
         client.reads.clear()
         await serving
         assert closed.is_set()
         assert not client.is_complete
 
-    run(test())
+    run_timeless(test())
     assert "took nothing for 0.05 s" in caplog.text
 
 
@@ -175,7 +176,7 @@ def test_events_that_have_nothing_to_say_for_long_have_no_slow_reader():
         await serving
         assert client.is_complete
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_piece_is_written_by_the_call_that_brings_it():
@@ -194,7 +195,7 @@ def test_a_piece_is_written_by_the_call_that_brings_it():
         assert client.is_complete
         assert stream.num_aborts == 0
 
-    run(test())
+    run_timeless(test())
 
 
 @pytest.mark.parametrize("kind", [Client, QuickClient])
@@ -219,7 +220,7 @@ def test_what_comes_while_the_client_takes_nothing_is_joined_and_in_order(kind):
         assert client.body.endswith(b" 0e 1E 2>")
         assert client.is_complete
 
-    run(test())
+    run_timeless(test())
 
 
 @pytest.mark.parametrize("kind", [Client, QuickClient])
@@ -235,7 +236,7 @@ def test_a_client_that_leaves_aborts_its_generations(kind):
         assert not client.is_complete
         assert all(one.on_news is None for one in stream.generations)
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_client_that_left_before_the_stream_began_aborts_as_well():
@@ -246,7 +247,7 @@ def test_a_client_that_left_before_the_stream_began_aborts_as_well():
         await stream.serving
         assert stream.num_aborts == 1
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_client_that_takes_no_pieces_is_given_up(caplog):
@@ -260,7 +261,7 @@ def test_a_client_that_takes_no_pieces_is_given_up(caplog):
         assert stream.num_aborts == 1
         assert client.body == b"<"
 
-    run(test())
+    run_timeless(test())
     assert "took nothing for 0.05 s" in caplog.text
 
 
@@ -273,7 +274,7 @@ def test_a_generation_without_news_for_long_has_no_slow_reader():
         await stream.serving
         assert client.body == b"<0a 1>"
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_generation_that_fails_is_told_after_its_pieces():
@@ -286,7 +287,7 @@ def test_a_generation_that_fails_is_told_after_its_pieces():
         assert client.body == b"<0a failed: it died"
         assert client.is_complete
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_piece_that_cannot_be_told_ends_the_stream_and_hurts_nobody_else():
@@ -300,7 +301,7 @@ def test_a_piece_that_cannot_be_told_ends_the_stream_and_hurts_nobody_else():
         assert client.body == b"<0a failed: b!"
         assert stream.num_aborts == 1
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_connection_that_breaks_ends_the_stream_and_hurts_nobody_else():
@@ -319,7 +320,7 @@ def test_a_connection_that_breaks_ends_the_stream_and_hurts_nobody_else():
             await stream.serving
         assert stream.num_aborts == 1
 
-    run(test())
+    run_timeless(test())
 
 
 class FakeRequest:
@@ -344,7 +345,7 @@ def test_work_for_a_client_is_cancelled_when_it_leaves():
             await working
         assert cancelled.is_set()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_work_that_ends_gives_its_result_or_its_error():
@@ -360,4 +361,4 @@ def test_work_that_ends_gives_its_result_or_its_error():
         with pytest.raises(ZeroDivisionError):
             await while_connected(FakeRequest(Client()), bad())
 
-    run(test())
+    run_timeless(test())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers.observed import Observed
 from helpers.page import idle_payload
-from helpers.serve import CARD, Answer, ScriptedLink, eventually, run, scripted_client
+from helpers.serve import CARD, Answer, ScriptedLink, eventually, run_timeless, scripted_client
 
 import octavo
 from octavo.serve import page, state
@@ -110,7 +110,7 @@ def test_a_snapshot_spells_a_payload_out() -> None:
             "cached": [4],
         }
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_snapshot_of_what_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_snapshot_of_what_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> N
             assert answer.json()["model"] is None
             assert "rows" not in answer.json()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_events_tell_states_and_payloads_and_end_with_the_engine() -> None:
@@ -162,7 +162,7 @@ def test_events_tell_states_and_payloads_and_end_with_the_engine() -> None:
             assert await events.ended()
             assert not link.watching
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_draining_engine_is_shown_until_it_is_idle() -> None:
@@ -187,7 +187,7 @@ def test_a_draining_engine_is_shown_until_it_is_idle() -> None:
                 assert event[0] == "message"
             assert await events.ended()
 
-    run(test())
+    run_timeless(test())
 
 
 def test_a_loading_engine_is_told_and_a_quiet_stream_shows_signs_of_life(
@@ -210,7 +210,7 @@ def test_a_loading_engine_is_told_and_a_quiet_stream_shows_signs_of_life(
             assert event[1]["state"] == "ready"
             assert await events.next() is None
 
-    run(test())
+    run_timeless(test())
 
 
 def test_the_page_and_its_files() -> None:
@@ -237,7 +237,7 @@ def test_the_page_and_its_files() -> None:
             assert (await client.get("/v1/engine/state")).status_code == 401
             assert (await client.get("/v1/engine/events")).status_code == 401
 
-    run(test())
+    run_timeless(test())
 
 
 def test_no_file_of_the_page_names_another_host() -> None:

@@ -36,6 +36,7 @@ NO_CACHE, PEER_NO_CACHE = "no cache", f"{TRANSFORMERS}, no cache"
 ONE_PIECE, PADDED, ANEW = "one piece", "padded", "every turn anew"
 
 _POINTS = 32  # of a curve
+_WARM_UP = 8  # tokens of an answer that is not counted
 _HIGHEST_ID = 10_000
 _MIB = 2**20
 
@@ -48,11 +49,11 @@ def _silent(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is run. Lengths are in tokens; the defaults take minutes on two cores with a small model."""
+    """How much is run. Lengths are in tokens. The defaults are for a model of 135 million parameters."""
 
     prompt_len: int = 64
-    output_len: int = 256
-    rounds: int = 3
+    output_len: int = 128
+    rounds: int = 2
     reserved_len: int = 1024
     reserved_requests: int = 8
     num_requests: int = 96
@@ -133,31 +134,32 @@ def growth(models: Models, peer: Peer | None, sizes: Sizes, report: Report = _si
     num_computed: dict[str, float] = {}
 
     def keep(name: str, token_ids: list[int], seconds: list[float], *, is_comparable: bool = True) -> None:
-        assert len(token_ids) == len(seconds) == count
-        if is_comparable:
-            answers[name] = token_ids
-        times.setdefault(name, []).append(seconds)
+        assert len(token_ids) == len(seconds) == length
+        if number:
+            times.setdefault(name, []).append(seconds)
+            if is_comparable:
+                answers[name] = token_ids
 
     total_len = len(prompt) + count
-    # A round more than what counts: the first is there to warm up.
     with models.engine(num_tokens=total_len + 16, max_model_len=total_len) as engine:
         for number in range(1 + sizes.rounds):
             stage = f"growth: round {number} of {sizes.rounds}" if number else "growth: warming up"
+            length = count if number else min(_WARM_UP, count)
             report(f"{stage}, with the cache")
-            cached = run(engine, [prompt], [count])
+            cached = run(engine, [prompt], [length])
             keep("", cached.token_ids[0], cached.times_s)
             num_bytes[""] = cached.num_reserved_tokens[-1] * bytes_per_token(engine) / _MIB
-            num_computed[""] = cached.num_prompt_tokens + count - 1
+            num_computed[""] = cached.num_prompt_tokens + length - 1
             report(f"{stage}, {NO_CACHE}")
-            keep(NO_CACHE, *_without_cache(engine, prompt, count, num_computed))
+            keep(NO_CACHE, *_without_cache(engine, prompt, length, num_computed))
             if peer is not None:
                 for name, use_cache in ((TRANSFORMERS, True), (PEER_NO_CACHE, False)):
                     report(f"{stage}, {name}")
-                    token_ids, seconds, held = peer.run([prompt], [count], use_cache=use_cache)
+                    token_ids, seconds, held = peer.run([prompt], [length], use_cache=use_cache)
                     keep(name, token_ids[0], seconds, is_comparable=peer.has_our_weights)
                     if use_cache:
                         num_bytes[name] = held / _MIB
-    curves = {name: _median_curve(rounds[1:]) for name, rounds in times.items()}
+    curves = {name: _median_curve(rounds) for name, rounds in times.items()}
     rows = [*_curve_rows(curves, count), *_crossover_rows(curves)]
     rows += [
         _row("growth/tokens computed", num_computed, "tokens", "lower"),
@@ -264,17 +266,26 @@ def padding(models: Models, peer: Peer | None, sizes: Sizes, report: Report = _s
     num_prompt, num_all = sum(map(len, prompts)), sum(map(len, prompts)) + sum(num_new)
     read: dict[str, float] = {}
     answered: dict[str, float] = {}
+
+    def rates(
+        what: str, who: Engine | Peer, batch: list[list[int]], counts: list[int]
+    ) -> tuple[float, float]:
+        """Tokens a second of reading the prompts, and of all; reading once more warms up for both."""
+        report(f"padding: {what}, reading the prompts")
+        ones = [1] * len(batch)
+        _seconds(who, batch, ones)
+        reading = statistics.median(_seconds(who, batch, ones) for _ in range(sizes.rounds))
+        report(f"padding: {what}, prompts and answers")
+        answering = statistics.median(_seconds(who, batch, counts) for _ in range(sizes.rounds))
+        return num_prompt / reading, num_all / answering
+
     total = sizes.batch * (widest + longest + 16)
     options = {"max_num_seqs": sizes.batch, "max_num_batched_tokens": max(2048, sizes.batch * widest)}
     with models.engine(num_tokens=total, max_model_len=widest + longest, **options) as engine:
         for name, batch, counts in (("", prompts, num_new), (PADDED, filled, [longest] * sizes.batch)):
-            report(f"padding: {name or 'end to end'}")
-            read[name] = num_prompt / _usual(sizes, _seconds, engine, batch, [1] * sizes.batch)
-            answered[name] = num_all / _usual(sizes, _seconds, engine, batch, counts)
+            read[name], answered[name] = rates(name or "end to end", engine, batch, counts)
     if peer is not None:
-        report(f"padding: {TRANSFORMERS}")
-        read[TRANSFORMERS] = num_prompt / _usual(sizes, _seconds, peer, prompts, [1] * sizes.batch)
-        answered[TRANSFORMERS] = num_all / _usual(sizes, _seconds, peer, prompts, num_new)
+        read[TRANSFORMERS], answered[TRANSFORMERS] = rates(TRANSFORMERS, peer, prompts, num_new)
     rectangle = 100 * num_all / (sizes.batch * (widest + longest))
     lengths: dict[str, float | str] = {
         "prompts": " ".join(str(len(prompt)) for prompt in prompts),
@@ -390,12 +401,6 @@ def _mixed(models: Models, sizes: Sizes, count: int) -> tuple[list[list[int]], l
 def _prompt(models: Models, rng: random.Random, length: int) -> list[int]:
     highest = min(_HIGHEST_ID, models.loaded.config.vocab_size)
     return [rng.randrange(highest) for _ in range(length)]
-
-
-def _usual(sizes: Sizes, once: Callable[..., float], *arguments: object) -> float:
-    """The median of the rounds, after one that is not counted."""
-    once(*arguments)
-    return statistics.median(once(*arguments) for _ in range(sizes.rounds))
 
 
 def _seconds(who: Engine | Peer, prompts: Sequence[Sequence[int]], num_new: Sequence[int]) -> float:

@@ -76,30 +76,107 @@ def write_result(
     gpu: str = "",
     ceilings: dict[str, float] | None = None,
     failed: dict[str, str] | None = None,
+    append: bool = False,
 ) -> None:
     """Writes a result file with today's date, this commit, this machine and the versions in use.
 
     `extra_versions` names peers that live in an environment of their own; `gpu` what ran, where that was no
-    CPU; `failed` what could not be measured, and why. `ResultFileError` when the file cannot be written.
+    CPU; `failed` what could not be measured, and why: a row, or `row, peer`. With `append`, what is in the
+    file stays: its rows but for those of the same names, its failures but for those of these rows, its
+    command, to which this one is joined.
+
+    Raises:
+        ResultFileError: the file cannot be written; or appended to (`check_append` says so beforehand), being
+            of another commit, machine or version, of code that no commit has, or no result file.
     """
-    result: dict[str, Any] = {
-        "command": command,
-        "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "hardware": f"{gpu}; {hardware()}" if gpu else hardware(),
-        "versions": {**versions(), **(extra_versions or {})},
-    }
+    result = _heading(gpu, extra_versions)
+    result["command"] = command
     if ceilings is not None:
         result["ceilings"] = ceilings
     if ceilings is not None or failed is not None:
         result["failed"] = failed or {}
     result["rows"] = [_as_dict(row) for row in rows]
+    if append and path.is_file():
+        result = _joined(read_result(path), result, str(path))
     validate(result, str(path))
+    keys = ("command", "commit", "date", "hardware", "versions", "ceilings", "failed", "rows")
+    result = {key: result[key] for key in keys if key in result}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ResultFileError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def check_append(path: Path, gpu: str | None = None, extra_versions: dict[str, str] | None = None) -> None:
+    """Raises `ResultFileError` where `write_result` cannot append to that file, before a thing is measured.
+
+    `gpu` None: which one will run is not known yet; nor are versions that are not given. A file that is not
+    there can be appended to, from a commit: not even the rows of one command could be joined otherwise.
+    """
+    now = _heading(gpu or "", extra_versions)
+    _check_is_committed(now, str(path))
+    if path.is_file():
+        before = read_result(path)
+        if gpu is None:
+            now["hardware"] = "".join(before["hardware"].rpartition("; ")[:2]) + now["hardware"]
+        _check_joins(before, now, str(path))
+
+
+def _heading(gpu: str, extra_versions: dict[str, str] | None) -> dict[str, Any]:
+    return {
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "hardware": f"{gpu}; {hardware()}" if gpu else hardware(),
+        "versions": {**versions(), **(extra_versions or {})},
+    }
+
+
+def _joined(before: dict[str, Any], now: dict[str, Any], where: str) -> dict[str, Any]:
+    """Both as one result."""
+    _check_joins(before, now, where)
+    failed = now.get("failed", {})
+    named = {row["name"] for row in now["rows"]} | failed.keys()
+    peers = {peer for row in [*before["rows"], *now["rows"]] for peer in row["peers"]}
+
+    def is_anew(what: str) -> bool:
+        row, _, peer = what.rpartition(", ")  # a row's own name may have a comma in it, too
+        return what in named or (row in named and peer in peers)
+
+    kept = {what: why for what, why in before.get("failed", {}).items() if not is_anew(what)}
+    there = [row for row in before["rows"] if row["name"] not in failed]
+    rows = {row["name"]: row for row in [*there, *now["rows"]]}
+    commands = dict.fromkeys([*before["command"].split("; "), now["command"]])
+    joined = now | {
+        "command": "; ".join(commands),
+        "versions": before["versions"] | now["versions"],
+        "rows": list(rows.values()),
+    }
+    return joined | ({"failed": kept | failed} if "failed" in before or "failed" in now else {})
+
+
+def _check_is_committed(now: dict[str, Any], where: str) -> None:
+    """Two states of code that no commit has are called the same."""
+    if now["commit"] == "unknown" or now["commit"].endswith("+changes"):
+        raise ResultFileError(
+            f"{where} cannot be appended to: the code here is {now['commit']!r}, which may be any. Commit it "
+            "first, or write without appending."
+        )
+
+
+def _check_joins(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    _check_is_committed(now, where)
+    pairs = {key: (before.get(key), now.get(key)) for key in ("commit", "hardware")}
+    if "ceilings" in before or "ceilings" in now:
+        pairs["ceilings"] = before.get("ceilings"), now.get("ceilings")
+    for package in before["versions"].keys() & now["versions"].keys():
+        pairs[package] = before["versions"][package], now["versions"][package]
+    differing = [f"{what} {there!r}, here {here!r}" for what, (there, here) in pairs.items() if there != here]
+    if differing:
+        raise ResultFileError(
+            f"{where} cannot be appended to: it is of {'; '.join(differing)}. Write to another file, or "
+            "write this one anew, without appending."
+        )
 
 
 def _as_dict(row: Row) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _UNITS: dict[str, int] = {
 }
 
 
-def parse_memory(text: int | str) -> int:
+def parse_memory(text: int | str, name: str = "memory") -> int:
     """Bytes from "24GiB" (2**30), "24GB" (10**9), "1.5MiB" or a plain number; ConfigError for the rest."""
     number: float | int | None = None
     unit = ""
@@ -43,7 +43,7 @@ def parse_memory(text: int | str) -> int:
     num_bytes = 0 if number is None else int(number * _UNITS[unit])
     if num_bytes < 1:
         raise ConfigError(
-            "memory must be a positive size such as '24GiB', '24GB', '512MiB' or a number of bytes, "
+            f"{name} must be a positive size such as '24GiB', '24GB', '512MiB' or a number of bytes, "
             f"got {text!r}"
         )
     return num_bytes

@@ -21,7 +21,7 @@ for command in (throughput, latency, serve_sim, serve, kv_cache):
 
 @app.callback()
 def bench() -> None:
-    """Measure speed."""
+    """Measure the speed of the engine, of a server, of the kernels."""
 
 
 @app.command()

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.options import EngineOptions, Model, expands
+from octavo.cli.options import EngineOptions, Model, expands, wrong_usage
 from octavo.cli.result_files import JsonFile, PlotFile, check_files, write_rows
 from octavo.cli.session import open_llm
-from octavo.errors import nearest
+from octavo.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from octavo.bench.drive import Run
     from octavo.bench.latency import LatencyResult
+    from octavo.llm import LLM
+
+_WARM_UP_ROOM = 16  # tokens; the warm-up's request is short, but those of the run may be shorter
 
 
 @expands(engine=EngineOptions)
@@ -31,8 +34,12 @@ def throughput(
     max_input: Annotated[int, typer.Option(help="Most prompt tokens.")] = 1024,
     min_output: Annotated[int, typer.Option(help="Fewest generated tokens.")] = 100,
     max_output: Annotated[int, typer.Option(help="Most generated tokens.")] = 1024,
-    num_prefixes: Annotated[int, typer.Option(help="shared-prefix: different prefixes.")] = 4,
-    prefix_len: Annotated[int, typer.Option(help="shared-prefix: tokens of each.")] = 512,
+    num_prefixes: Annotated[
+        int | None, typer.Option(help="shared-prefix: different prefixes. Default: 4.", show_default=False)
+    ] = None,
+    prefix_len: Annotated[
+        int | None, typer.Option(help="shared-prefix: tokens of each. Default: 512.", show_default=False)
+    ] = None,
     scale: Annotated[float, typer.Option(help="Multiplies the number of requests and all lengths.")] = 1.0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.6,
     workload_seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
@@ -54,20 +61,25 @@ def throughput(
         raise typer.BadParameter(
             f"--workload must be one of {known}; got {workload!r}{nearest(workload, WORKLOADS)}"
         )
+    beginnings = {"num_prefixes": num_prefixes, "prefix_len": prefix_len}
+    if workload == "random" and any(value is not None for value in beginnings.values()):
+        raise typer.BadParameter("--num-prefixes and --prefix-len are for --workload shared-prefix; add that")
     check_files(json_file, plot_file)
-    shape = WorkloadShape(
-        num_seqs=num_seqs,
-        min_input=min_input,
-        max_input=max_input,
-        min_output=min_output,
-        max_output=max_output,
-        num_prefixes=num_prefixes,
-        prefix_len=prefix_len,
-    ).scaled(scale)
+    with wrong_usage():
+        shape = WorkloadShape(
+            num_seqs=num_seqs,
+            min_input=min_input,
+            max_input=max_input,
+            min_output=min_output,
+            max_output=max_output,
+            **{name: value for name, value in beginnings.items() if value is not None},
+        ).scaled(scale)
     requests = WORKLOADS[workload](shape, workload_seed)
-    if engine.max_model_len is None:
-        engine = dataclasses.replace(engine, max_model_len=requests.max_model_len)
-    with open_llm(model, engine) as llm, progress(len(requests.prompts)) as advance:
+    way_out = "lower --max-input and --max-output, or --scale"
+    with (
+        _open_for(requests.max_model_len, model, engine, way_out) as llm,
+        progress(len(requests.prompts)) as advance,
+    ):
         result = measure_throughput(llm, requests, temperature=temperature, on_finished=advance)
     print(
         f"{len(requests.prompts)} requests, {result.num_input_tokens} prompt tokens "
@@ -102,8 +114,6 @@ def latency(
 
     check_files(json_file, None)
     sizes = batch_size or [1]
-    if engine.max_model_len is None:
-        engine = dataclasses.replace(engine, max_model_len=input_len + output_len)
 
     def show(result: LatencyResult) -> None:
         print(
@@ -112,7 +122,8 @@ def latency(
             f"{result.output_tokens_per_s:.1f} tokens/s"
         )
 
-    with open_llm(model, engine) as llm:
+    way_out = "lower --input-len or --output-len"
+    with _open_for(input_len + output_len, model, engine, way_out) as llm:
         results = measure_latency(
             llm, sizes, input_len=input_len, output_len=output_len, repeats=repeats, done=show
         )
@@ -158,10 +169,9 @@ def serve_sim(
         prefix_len=prefix_len,
     )
     calls = calls_of(mix, num_requests, workload_seed)
-    if engine.max_model_len is None:
-        longest = max(len(call.prompt) + call.output_len for call in calls)
-        engine = dataclasses.replace(engine, max_model_len=longest)
-    with open_llm(model, engine) as llm, progress(num_requests) as advance:
+    longest = max(len(call.prompt) + call.output_len for call in calls)
+    way_out = "shorten --input-lens or --output-lens"
+    with _open_for(longest, model, engine, way_out) as llm, progress(num_requests) as advance:
         result = simulate(llm, calls, temperature=temperature, on_finished=advance)
     num_prompt_tokens = sum(len(call.prompt) for call in calls)
     print(
@@ -179,6 +189,22 @@ def serve_sim(
 
         plot_timeline(result.moments, plot_file, f"{model}: {num_requests} requests at {rate:g} a second")
     write_rows(json_file, result.rows(f"serve-sim, {rate:g} requests/s"))
+
+
+def _open_for(longest: int, model: str, engine: EngineOptions, way_out: str) -> LLM:
+    """The engine, with room for requests of `longest` tokens where `engine` says no length."""
+    if engine.max_model_len is not None:
+        return open_llm(model, engine)
+    room = max(longest, _WARM_UP_ROOM)
+    try:
+        return open_llm(model, dataclasses.replace(engine, max_model_len=room))
+    except ConfigError as error:
+        if not str(error).startswith("max_model_len"):
+            raise
+        raise ConfigError(
+            f"the longest request of this run has {longest} tokens, prompt and answer, and that is too many "
+            f"for {model}; {way_out} ({error})"
+        ) from error
 
 
 @contextlib.contextmanager

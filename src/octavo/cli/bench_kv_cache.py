@@ -30,8 +30,8 @@ def kv_cache(
         str, typer.Option(help="Which comparisons, with commas: growth, fit, padding, prefix, dtype.")
     ] = "growth,fit,padding,prefix,dtype",
     prompt_len: Annotated[int, typer.Option(help="growth: prompt tokens.", min=1)] = 64,
-    output_len: Annotated[int, typer.Option(help="growth: generated tokens.", min=2)] = 256,
-    rounds: Annotated[int, typer.Option(help="Runs of each variant; medians count.", min=1)] = 3,
+    output_len: Annotated[int, typer.Option(help="growth: generated tokens.", min=2)] = 128,
+    rounds: Annotated[int, typer.Option(help="Runs of each variant; medians count.", min=1)] = 2,
     scale: Annotated[
         float,
         typer.Option(help="Multiplies all lengths and numbers of requests, of growth too.", min=0.01, max=64),
@@ -56,8 +56,8 @@ def kv_cache(
     The same prompt answered with a cache and by computing everything anew for each token; blocks beside one
     piece of memory per request; packed beside padded; earlier turns found beside read anew; smaller dtypes.
     Peer: Transformers with use_cache=True and False. docs/what_a_kv_cache_buys.md explains the results.
-    All of it may take more than an hour; --parts growth --output-len 64 --peers none takes about a minute.
-    Standard error tells of each measurement as it begins.
+    Begin with --parts growth --output-len 64 --peers none, a small part of the whole. Standard error tells of
+    each measurement as it begins.
     """
     from octavo.bench.report import read_result, table
 

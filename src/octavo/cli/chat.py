@@ -44,6 +44,7 @@ def chat(
     engine: EngineOptions,
 ) -> int:
     """Talk with a model. Ctrl-C stops an answer, /help lists the commands."""
+    sampling.check()
     console = _console()
     with open_llm(model, engine) as llm:
         if llm.tokenizer.chat_template is None:

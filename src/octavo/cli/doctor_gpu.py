@@ -17,7 +17,7 @@ from octavo.kernels import triton as triton_room
 from octavo.kernels.triton import tuning
 
 if TYPE_CHECKING:
-    from octavo.cli.doctor import Report
+    from octavo.cli.doctor_report import Report
 
 _REPLAY_BOUND = 2.0**-7  # of bfloat16 results
 
@@ -74,7 +74,7 @@ def _card(report: Report, device: torch.device) -> None:
     try:
         import triton
     except ImportError as error:
-        advice = "pip install triton; without it the GPU runs plain torch, many times slower"
+        advice = "pip install triton; without it --device cuda runs plain torch, many times slower"
         report.add("gpu", "triton", "note", f"does not import ({error})", advice)
     else:
         reason = triton_room.unfit_reason("cuda")
@@ -90,6 +90,7 @@ def _card(report: Report, device: torch.device) -> None:
 
 def _kernels(report: Report) -> None:
     statuses = backend.describe("cuda")
+    report.add_use("on the GPU", statuses)
     for status in statuses:
         name = f"{status.kernel} [{status.implementation}]"
         if status.available:

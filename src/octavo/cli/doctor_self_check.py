@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from octavo.cli.doctor import Report
+    from octavo.cli.doctor_report import Report
     from octavo.kernels.backend import SelfCheck
 
 Place = Literal["machine", "GPU"]

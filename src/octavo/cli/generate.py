@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from octavo.cli.options import EngineOptions, Model, SamplingOptions, expands
 from octavo.cli.session import describe_timing, open_llm, output_as_json, read_stdin
-from octavo.errors import RequestError
+from octavo.errors import RequestError, shown
+from octavo.models.source import names_model
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -19,14 +22,48 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
+_LONGEST = 80  # characters of a prompt that an example repeats
 
-@app.command()
+
+class _Generate(TyperCommand):
+    """Says which of MODEL and PROMPT is missing: what stands first is taken for the model."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            rest = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            is_missing = type(error).__name__ == "MissingParameter"
+            if is_missing and getattr(error.param, "name", None) in ("model", "prompts"):
+                ctx.fail(_what_is_missing(ctx.params.get("model") or ""))
+            raise
+        model = ctx.params["model"]
+        if len(model.split()) > 1 and not names_model(model):
+            ctx.fail(_what_is_missing(model))
+        return rest
+
+
+def _what_is_missing(model: str) -> str:
+    question = "'What is the capital of France?'"
+    if not model:
+        return f"a model and a prompt are needed, for example: octavo generate smollm2-135m {question}"
+    if names_model(model):
+        return f"the prompt is missing, for example: octavo generate {shlex.quote(model)} {question}"
+    prompt = shlex.quote(model) if len(model) <= _LONGEST else "'...'"
+    return (
+        f"the model is missing: it stands before the prompt, and {shown(model)} is none; for example: "
+        f"octavo generate smollm2-135m {prompt}"
+    )
+
+
+@app.command(cls=_Generate)
 @expands(sampling=SamplingOptions, engine=EngineOptions)
 def generate(
     model: Model,
     prompts: Annotated[
         list[str],
-        typer.Argument(help="One or more prompts; - reads one from standard input.", metavar="PROMPT"),
+        typer.Argument(
+            help="One or more prompts, each in quotes; - reads one from standard input.", metavar="PROMPT"
+        ),
     ],
     chat: Annotated[
         bool | None,
@@ -46,6 +83,7 @@ def generate(
     """Answer one or more prompts."""
     if system is not None and chat is False:
         raise typer.BadParameter("--system needs the chat template and --raw turns it off; give one of them")
+    sampling.check()
     if prompts.count("-") > 1:
         raise typer.BadParameter(
             f"- stands for all of standard input and may be given once, got {prompts.count('-')}"

@@ -7,19 +7,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from octavo.cache.sizing import RequestSizing, format_bytes, num_blocks_for_bytes, parse_memory, size_requests
-from octavo.cache.spec import KVCacheSpec
-from octavo.errors import CapacityError, ConfigError, ModelError
+from octavo.cache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.cli.kv_plot import write_plot
+from octavo.cli.options import wrong_usage
+from octavo.errors import CapacityError, ConfigError, ModelError, shown
 from octavo.models.config import load_json
 from octavo.models.shapes import KNOWN_SHAPES, known_shape, max_positions, spec_from_config, suggest_shape
 from octavo.models.source import resolve_model
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 app = typer.Typer(add_completion=False)
 
@@ -77,6 +76,7 @@ class Estimate:
 
 @app.command()
 def kv(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -100,14 +100,26 @@ def kv(
     ] = None,
     requests: Annotated[int, typer.Option(help="Number of such requests at once.")] = 1,
     kv_dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's), float32, float16, bfloat16, float8_e4m3 or int8.")
+        str,
+        typer.Option(
+            "--kv-cache-dtype",
+            "--kv-dtype",
+            help="auto (the checkpoint's), float32, float16, bfloat16, fp8 or int8.",
+        ),
     ] = "auto",
     kv_scales: Annotated[
-        str, typer.Option(help="Scales of a one-byte cache: tensor, or token_head (the engine's).")
-    ] = "tensor",
+        str | None,
+        typer.Option(
+            help="Scales of an fp8 or int8 cache: token_head or tensor. Default: token_head, as the engine.",
+            show_default=False,
+        ),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block, a power of two.")] = 16,
     memory: Annotated[
-        str | None, typer.Option(help="Memory for the cache, such as 24GiB.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Memory for the cache, such as 24GiB; says how many requests fit.", show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
@@ -117,12 +129,20 @@ def kv(
 ) -> None:
     """Size the KV cache of a model: per token, per request, and how many requests fit."""
     if list_shapes:
+        if model is not None:
+            raise typer.BadParameter(f"--list lists every known shape; leave it out to size {shown(model)}")
+        if others := _given_options(ctx) - {"--list"}:
+            raise typer.BadParameter(f"--list takes no other option; leave out {', '.join(sorted(others))}")
         _print_shapes()
         return
     if model is None:
-        raise typer.BadParameter("name a model, or use --list to see the known shapes")
+        raise typer.BadParameter(
+            "name a model, for example: octavo kv qwen3-0.6b; --list shows the known shapes"
+        )
     if plot is not None and plot.suffix.lower() not in PLOT_FORMATS:
         raise ConfigError(f"--plot must name a {' or '.join(PLOT_FORMATS)} file, got {str(plot)!r}")
+    with wrong_usage():
+        memory_bytes = None if memory is None else parse_memory(memory)
     estimate = estimate_model(
         model,
         context=context,
@@ -131,16 +151,27 @@ def kv(
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
         block_size=block_size,
-        memory_bytes=None if memory is None else parse_memory(memory),
+        memory_bytes=memory_bytes,
     )
     if plot is not None:
-        _write_plot(estimate, plot)
+        write_plot(
+            plot,
+            _title(estimate),
+            estimate.spec,
+            longest=estimate.sizing.max_len,
+            memory_bytes=estimate.memory_bytes,
+        )
     if as_json:
         print(json.dumps(estimate.as_json(), indent=2))
     else:
         _print_table(estimate)
         if plot is not None:
             print(f"plot written to {plot}")
+
+
+def _given_options(ctx: typer.Context) -> set[str]:
+    sources = {param.opts[0]: ctx.get_parameter_source(str(param.name)) for param in ctx.command.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def estimate_model(
@@ -150,16 +181,19 @@ def estimate_model(
     max_len: int | None = None,
     num_requests: int = 1,
     kv_dtype: str = "auto",
-    kv_scales: str = "tensor",
+    kv_scales: str | None = None,
     block_size: int = 16,
     memory_bytes: int | None = None,
 ) -> Estimate:
-    """The figures for `model`; ModelError when it is unknown, ConfigError when a number makes no sense,
-    CapacityError when the memory does not hold one block.
+    """The figures for `model`: those of the engine's own cache unless `kv_scales` says otherwise.
+
+    ModelError when it is unknown, ConfigError when a number makes no sense, CapacityError when the memory
+    does not hold one block.
     """
-    for name, value in (("--context", context), ("--max-len", max_len), ("--requests", num_requests)):
-        if value is not None and not 1 <= value <= MAX_CONTEXT:
-            raise ConfigError(f"{name} must be between 1 and {MAX_CONTEXT:,}, got {value:,}")
+    with wrong_usage():
+        for name, value in (("--context", context), ("--max-len", max_len), ("--requests", num_requests)):
+            if value is not None and not 1 <= value <= MAX_CONTEXT:
+                raise ConfigError(f"{name} must be between 1 and {MAX_CONTEXT:,}, got {value:,}")
     source, config = find_config(model)
     spec = spec_from_config(
         config, dtype=None if kv_dtype == "auto" else kv_dtype, block_size=block_size, scales=kv_scales
@@ -314,10 +348,28 @@ def _print_table(estimate: Estimate) -> None:
         )
         if spec.windows is not None:
             row("fit with windows applied", f"{sizing.windowed_requests_fit:,}")
-    print(f"KV cache of {estimate.model}: {_describe_layout(spec)}")
+    print(_title(estimate))
     Console().print(table)
-    if estimate.is_checkpoint_dtype and spec.dtype != "float32":
-        print(f"These are {spec.dtype} figures; on a CPU the engine takes float32 (--kv-dtype float32).")
+    if DTYPE_BYTES[spec.dtype] == 1:
+        print(_describe_scales(spec))
+    elif estimate.is_checkpoint_dtype and spec.dtype != "float32":
+        print(
+            f"These are {spec.dtype} figures; on a CPU the engine takes float32 (--kv-cache-dtype float32)."
+        )
+
+
+def _describe_scales(spec: KVCacheSpec) -> str:
+    if not spec.has_token_scales:
+        return "Scales are not counted; without --kv-scales these are the engine's figures, which keeps them."
+    name = "fp8" if spec.dtype == "float8_e4m3" else spec.dtype
+    return (
+        f"With the scales that the engine keeps: on a GPU it allocates this for --kv-cache-dtype {name}. "
+        "--kv-scales tensor leaves them out."
+    )
+
+
+def _title(estimate: Estimate) -> str:
+    return f"KV cache of {estimate.model}: {_describe_layout(estimate.spec)}"
 
 
 def _describe_layout(spec: KVCacheSpec) -> str:
@@ -329,58 +381,3 @@ def _describe_layout(spec: KVCacheSpec) -> str:
         heads = f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
     scales = ", fp32 scales per token and head" if spec.has_token_scales else ""
     return f"{spec.num_layers} layers, {heads}, {spec.dtype}{scales}"
-
-
-def _write_plot(estimate: Estimate, path: Path) -> None:
-    """Memory of a request over its length and, with a memory budget, how many such requests fit."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(11 if estimate.memory_bytes else 6, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2 if estimate.memory_bytes else 1, squeeze=False)[0]
-    longest = estimate.sizing.max_len
-    lengths = sorted({max(1, longest * i // 200) for i in range(1, 201)})
-    sizes = [
-        size_requests(estimate.spec, n, max_len=longest, memory_bytes=estimate.memory_bytes) for n in lengths
-    ]
-    _plot_lines(
-        panels[0],
-        lengths,
-        {
-            "in blocks": [size.request_bytes / 2**30 for size in sizes],
-            "in one piece": [size.contiguous_bytes / 2**30 for size in sizes],
-            "with windows": [size.windowed_request_bytes / 2**30 for size in sizes],
-        },
-        estimate.spec,
-    )
-    panels[0].set_ylabel("GiB per request")
-    if estimate.memory_bytes is not None:
-        _plot_lines(
-            panels[1],
-            lengths,
-            {
-                "in blocks": [size.requests_fit or 0 for size in sizes],
-                "in one piece": [size.contiguous_requests_fit or 0 for size in sizes],
-                "with windows": [size.windowed_requests_fit or 0 for size in sizes],
-            },
-            estimate.spec,
-        )
-        panels[1].set_ylabel(f"requests in {format_bytes(estimate.memory_bytes)}")
-        panels[1].set_yscale("symlog", linthresh=1)
-    figure.suptitle(f"KV cache of {estimate.model}: {_describe_layout(estimate.spec)}", fontsize=10)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"--plot: cannot write {str(path)!r}: {error.strerror}") from error
-
-
-def _plot_lines(axes: Axes, lengths: list[int], lines: dict[str, list[float]], spec: KVCacheSpec) -> None:
-    for name, values in lines.items():
-        if name != "with windows" or spec.windows is not None:
-            axes.plot(lengths, values, label=name)
-    axes.set_xlabel("tokens of a request")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()

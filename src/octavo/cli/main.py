@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from octavo.errors import OctavoError, nearest
+from octavo.errors import OctavoError, nearest, shown
 
 # typer exports few of the errors of the click it carries; the others lie beside its BadParameter.
 _click_errors: Any = importlib.import_module(typer.BadParameter.__module__)
@@ -48,8 +48,23 @@ class _LazyCommands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+FIRST_STEPS = """First steps:
+
+octavo generate smollm2-135m "What is the capital of France?"
+
+octavo chat smollm2-135m
+
+octavo serve smollm2-135m
+
+octavo doctor   (when something does not work)
+"""
+
 app = typer.Typer(
-    cls=_LazyCommands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+    cls=_LazyCommands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog=FIRST_STEPS,
 )
 
 
@@ -147,7 +162,7 @@ def _run(argv: list[str], debug: bool) -> int:
         status = app(argv, prog_name="octavo", standalone_mode=False)
         sys.stdout.flush()
     except _click_errors.UsageError as error:
-        return _fail(_describe_usage_error(error), 2)
+        return _fail(_describe_usage_error(error, argv), 2)
     except OctavoError as error:
         if debug:
             traceback.print_exc()
@@ -181,7 +196,7 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _describe_usage_error(error: Any) -> str:
+def _describe_usage_error(error: Any, argv: list[str]) -> str:
     if isinstance(error, _click_errors.NoArgsIsHelpError):
         if error.message:  # with rich the help is on the screen already
             print(error.message)
@@ -190,7 +205,45 @@ def _describe_usage_error(error: Any) -> str:
     if possibilities:
         message = f"{error.message.rstrip('.')}{nearest(error.option_name, possibilities)}"
     else:
-        message = error.format_message().rstrip(".")
+        message = _describe_bad_value(error) or error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
-    where = context.command_path if context is not None else "octavo"
+    where = context.command_path if context is not None else _command_path(argv)
+    if isinstance(error, _click_errors.MissingParameter) and error.param.name == "model":
+        message += f", for example: {where} smollm2-135m"
     return f"{message}; see `{where} --help`"
+
+
+def _command_path(argv: list[str]) -> str:
+    """Whose parser raised, which it does not tell: `octavo` and the subcommands that are named first."""
+    path = "octavo"
+    command: Any = typer.main.get_command(app)
+    for word in argv:
+        command = command.get_command(None, word) if hasattr(command, "get_command") else None
+        if command is None:
+            break
+        path += f" {word}"
+    return path
+
+
+_KINDS = {
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+}
+
+
+def _describe_bad_value(error: Any) -> str | None:
+    """A wrong value with what was expected and what came, which typer's own words leave out."""
+    if not isinstance(error, typer.BadParameter):
+        return None
+    if error.param is None:  # a command's own refusal, which says it all
+        return error.message
+    # typer reads values with pydantic, whose exception has them
+    findings: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    if not findings or not isinstance(findings[0].get("input"), str):
+        return None
+    expected = _KINDS.get(findings[0]["type"], "").format(**findings[0].get("ctx", {}))
+    if not expected:
+        return f"{error.format_message().rstrip('.')}, got {shown(findings[0]['input'])}"
+    return f"{error.param.opts[0]} must be {expected}, got {shown(findings[0]['input'])}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.options import EngineOptions, Model, expands
+from octavo.cli.options import EngineOptions, Model, expands, wrong_usage
 from octavo.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -27,14 +27,20 @@ _limit = functools.partial(_option, panel="Limits")
 class ServeOptions:
     """Fields of `octavo.serve.settings.ServeSettings`, whose defaults hold for what is not said."""
 
-    host: Annotated[str | None, _option("Address to listen at; 127.0.0.1, this machine only.")] = None
-    port: Annotated[int | None, _option("Port; 8000. 0 takes a free one.")] = None
+    host: Annotated[str | None, _option("Address to listen at. Default: 127.0.0.1, this machine only.")] = (
+        None
+    )
+    port: Annotated[int | None, _option("Port; 0 takes a free one. Default: 8000.")] = None
     served_model_name: Annotated[
-        list[str] | None, _option("Name that clients ask for; may be given several times.")
+        list[str] | None, _option("Name that clients ask for; may be given several times. Default: MODEL.")
     ] = None
-    tool_parser: Annotated[str | None, _option("How tool calls are written: auto, hermes or none.")] = None
-    reasoning_parser: Annotated[str | None, _option("How thinking is marked: auto, think or none.")] = None
-    log_format: Annotated[str | None, _option("text or json, on standard error.")] = None
+    tool_parser: Annotated[
+        str | None, _option("How tool calls are written: auto, hermes or none. Default: auto.")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, _option("How thinking is marked: auto, think or none. Default: auto.")
+    ] = None
+    log_format: Annotated[str | None, _option("text or json, on standard error. Default: text.")] = None
     otlp_endpoint: Annotated[str | None, _option("Send OpenTelemetry traces to this URL.")] = None
     api_key: Annotated[
         list[str] | None,
@@ -44,14 +50,24 @@ class ServeOptions:
     cors_origin: Annotated[
         list[str] | None, _access("Web origin that may ask, * for all; may be given several times.")
     ] = None
-    max_body_bytes: Annotated[int | None, _limit("Largest request body.")] = None
-    max_waiting_requests: Annotated[int | None, _limit("Most requests waiting; beyond, status 429.")] = None
-    max_waiting_tokens: Annotated[int | None, _limit("Most prompt tokens waiting; likewise.")] = None
-    request_timeout: Annotated[float | None, _limit("Seconds a request may take; else no limit.")] = None
-    slow_reader: Annotated[float | None, _limit("Seconds a client may take nothing; 60.")] = None
-    idle_connection: Annotated[float | None, _limit("Seconds a connection may ask nothing; 30.")] = None
-    drain: Annotated[float | None, _limit("Seconds that running requests get when it stops; 30.")] = None
-    stuck: Annotated[float | None, _limit("Seconds without a step after which /health is 503; 120.")] = None
+    max_body_bytes: Annotated[int | None, _limit("Largest request body, in bytes. Default: 8388608.")] = None
+    max_waiting_requests: Annotated[
+        int | None, _limit("Most requests waiting; beyond, status 429. Default: 1024.")
+    ] = None
+    max_waiting_tokens: Annotated[
+        int | None, _limit("Most prompt tokens waiting; likewise. Default: 1048576.")
+    ] = None
+    request_timeout: Annotated[float | None, _limit("Seconds a request may take. Default: no limit.")] = None
+    slow_reader: Annotated[float | None, _limit("Seconds a client may take nothing. Default: 60.")] = None
+    idle_connection: Annotated[float | None, _limit("Seconds a connection may ask nothing. Default: 30.")] = (
+        None
+    )
+    drain: Annotated[
+        float | None, _limit("Seconds that running requests get when it stops. Default: 30.")
+    ] = None
+    stuck: Annotated[
+        float | None, _limit("Seconds without a step after which /health is 503. Default: 120.")
+    ] = None
 
     def settings(self) -> dict[str, Any]:
         """The arguments for `ServeSettings`: only what was said."""
@@ -78,11 +94,9 @@ _NAMES = {
 @expands(options=ServeOptions, engine=EngineOptions)
 def serve(model: Model, *, options: ServeOptions, engine: EngineOptions) -> int:
     """Serve a model over HTTP, as the OpenAI API and as a page."""
-    from octavo.config import EngineConfig
-
     said = options.settings()
     key_file = said.pop("api_key_file", None)
-    config = EngineConfig.from_options(model, **engine.llm_kwargs())
+    config = engine.config(model)
     try:
         from octavo.serve.guard import read_api_keys
         from octavo.serve.run import serve as run
@@ -95,7 +109,9 @@ def serve(model: Model, *, options: ServeOptions, engine: EngineOptions) -> int:
             f"pip install 'octavo[{extra}]'"
         ) from error
     said["api_keys"] = read_api_keys(said.get("api_keys", ()), key_file)
-    run(config, ServeSettings.from_options(**said), say=_say)
+    with wrong_usage():
+        settings = ServeSettings.from_options(**said)
+    run(config, settings, say=_say)
     return 0
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def open_llm(model: str, engine: EngineOptions) -> LLM:
     """The engine for `model`; on a terminal a spinner shows that it is loading."""
     # Imported here so that `--help` and usage errors do not wait for torch.
+    engine.config(model)
     if not sys.stderr.isatty():
         from octavo.llm import LLM
 

@@ -68,6 +68,11 @@ class BatchBuilder:
         # Of each row, the entries [first, last) that a copy of the table elsewhere does not have yet.
         self._changes: dict[int, tuple[int, int]] | None = None
 
+    @property
+    def table(self) -> npt.NDArray[np.int32]:
+        """(num_rows, max_blocks_per_row) as it was last synchronised; only to be read."""
+        return self._table
+
     def build(self, plan: Schedule) -> Batch:
         """The tensors of one step. On a GPU they are under way when this returns; nothing waits for them."""
         num_new = np.array(plan.num_new_tokens, dtype=np.int64)

@@ -21,16 +21,18 @@ from octavo.cache.sizing import (
 )
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import KVCache, storage_dtype
-from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, QUANTIZED_KV_CACHE_DTYPES, EngineConfig
+from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.core import Engine
 from octavo.engine.graph import CudaCapture
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.shared_prefixes import Sharing, sharing_for
 from octavo.engine.warm_up import largest_step, layers_of_each_kind, smallest_step, steps_to_compile
 from octavo.errors import CapacityError, ConfigError
 from octavo.kernels import backend, warm_up
+from octavo.kernels.shared_prefixes import OCTET
 from octavo.models.registry import LoadedModel, dtype_name
 from octavo.models.shapes import kv_cache_spec
 from octavo.sampling_params import eos_token_ids
@@ -47,13 +49,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     may_shrink = config.max_num_batched_tokens is None
     config = _resolve(config, loaded)
     assert config.max_model_len is not None
-    is_quantized = config.kv_cache_dtype in QUANTIZED_KV_CACHE_DTYPES
-    spec = kv_cache_spec(
-        loaded.config,
-        dtype=config.kv_cache_dtype,
-        block_size=config.block_size,
-        scales="token_head" if is_quantized else "tensor",
-    )
+    spec = kv_cache_spec(loaded.config, dtype=config.kv_cache_dtype, block_size=config.block_size)
     is_compiled = _is_compiled(loaded, spec)
     config, num_blocks = _fitting(config, loaded, spec, may_shrink)
     assert config.max_model_len is not None
@@ -96,8 +92,12 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     if is_compiled:
         runner.warm_up(steps_to_compile(config), layers_of_each_kind(loaded.config))
     logger.info("first steps in %.1f s", time.perf_counter() - began)
+    longest = min(config.max_model_len, num_blocks * config.block_size)
+    sharing, why_not = _sharing(config, loaded, spec, longest)
+    if config.cascade_attention and sharing is None:
+        logger.warning("cascade_attention has no effect: %s", why_not)
     if _has_graphs(config, loaded, spec):
-        runner.use_graphs(config.max_model_len, CudaCapture(loaded.device))
+        runner.use_graphs(config.max_model_len, CudaCapture(loaded.device), sharing)
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
@@ -114,6 +114,29 @@ def _is_compiled(loaded: LoadedModel, spec: KVCacheSpec) -> bool:
 def _has_graphs(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> bool:
     """Whether decode steps come from graphs; plain torch reads lengths on the host, which none can hold."""
     return config.uses_graphs and _is_compiled(loaded, spec)
+
+
+def _sharing(
+    config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec, longest: int
+) -> tuple[Sharing | None, str]:
+    """When decode steps read common keys once for several sequences of up to `longest` tokens; None = never,
+    and why."""
+    assert config.max_num_batched_tokens is not None
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    if not config.cascade_attention:
+        return None, "it is off"
+    if not _has_graphs(config, loaded, spec):
+        return None, "decode steps come from no CUDA graphs, as this model's kernels are not compiled"
+    sharing = sharing_for(spec, loaded.model.weights_form, loaded.config.num_heads, loaded.dtype)
+    if sharing is None:
+        return None, "every layer of the model attends to a window"
+    if num_rows < OCTET:
+        return None, f"keys are read once for {OCTET} sequences, and no more than {num_rows} run at once"
+    if not sharing.can_pay(num_rows, longest):
+        return None, (
+            f"{num_rows} sequences of {longest} tokens have too few keys for it to be worth its launches"
+        )
+    return sharing, ""
 
 
 def _fitting(
@@ -142,6 +165,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
     assert config.max_model_len is not None
     assert config.max_num_batched_tokens is not None
     began = time.perf_counter()
+    sharing, _ = _sharing(config, loaded, spec, config.max_model_len)
     windows = {(-1, -1) if window is None else (window - 1, 0) for window in model.sliding_window}
     made = warm_up(
         model.num_heads,
@@ -164,6 +188,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         vocab_size=model.vocab_size,
         logits_dtype=loaded.dtype,
         logprobs=False,  # those the sampler gives come from torch
+        shared_prefixes=sharing is not None,
     )
     if made:
         num_compiled = sum(not one.from_disk for one in made)

@@ -36,7 +36,7 @@ from octavo.engine.schedule import Schedule
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.stats import EngineStats as EngineStats
 from octavo.engine.trace import StepTrace
-from octavo.errors import EngineError, RequestError
+from octavo.errors import EngineError, RequestError, shown
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 
@@ -365,9 +365,13 @@ class Engine:
             return token_ids  # nearly always; one by one they would take ten times as long
         token_ids = []
         for i, item in enumerate(prompt_token_ids):
-            if isinstance(item, bool) or not hasattr(item, "__index__"):
-                raise RequestError(f"prompt_token_ids[{i}] must be an int, got {item!r}")
-            token_id = operator.index(item)  # NumPy's integers are welcome
+            try:
+                if isinstance(item, bool):
+                    raise TypeError
+                token_id = operator.index(item)  # NumPy's integers are welcome
+            except TypeError:
+                got = f"{shown(item)} ({type(item).__name__})"
+                raise RequestError(f"prompt_token_ids[{i}] must be an int, got {got}") from None
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
                     f"prompt_token_ids[{i}] is {token_id}, outside the vocabulary "

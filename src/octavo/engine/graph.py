@@ -10,6 +10,10 @@ rows were given, and, when other sequences run than in the step before, which ro
     rows            5     0     2   | R              last_token_ids, block_tables: by row
     positions      17   203    64   | 0              counted on by the graph itself
     seeds, temperature, ...                          what each entry's token is drawn with
+
+Some buckets have one more graph, for steps whose sequences begin alike (`shared_prefixes.py`); such steps of
+other buckets are padded further. It is captured with filters alone: a row without any is drawn the same. Its
+entries stand in an order of their own.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,8 +35,10 @@ from octavo.engine.request import Sequence
 from octavo.engine.sampler import NO_TOKEN, PendingSample, SamplerOutput
 from octavo.engine.sampling_plan import kernel_row
 from octavo.engine.schedule import Schedule
+from octavo.engine.shared_prefixes import Sharing, shared_bucket_sizes
 from octavo.kernels import sampling
 from octavo.kernels.decode_rows import finish_decode, prepare_decode
+from octavo.kernels.shared_prefixes import find_shared_prefixes
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.models.registry import CausalLM
 from octavo.sampling_params import SamplingParams
@@ -47,6 +54,14 @@ BAD_LOGITS: Final = (
 _ROWS, _POSITIONS, _NUM_DRAWN, _SEEDS, _TOKEN_IDS = range(5)
 _NUM_INTS: Final = 5
 _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K = range(4)
+
+
+class Form(NamedTuple):
+    """What a graph is captured for."""
+
+    bucket: int
+    with_filters: bool
+    shares: bool
 
 
 class Capture(Protocol):
@@ -113,7 +128,8 @@ class DecodeGraphs:
     """Runs the decode steps whose rows are all plain; says so when a step is none.
 
     `last_token_ids` (num_rows + 1,) int64 is shared with the runner, which keeps it for steps of other kinds,
-    too; its last entry belongs to the padding.
+    too; its last entry belongs to the padding. `sharing`: when steps share what their sequences have in
+    common; None = never.
     """
 
     def __init__(
@@ -126,6 +142,7 @@ class DecodeGraphs:
         vocab_size: int,
         max_model_len: int,
         capture: Capture,
+        sharing: Sharing | None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -133,14 +150,17 @@ class DecodeGraphs:
         self._last_token_ids = last_token_ids
         self._vocab_size = vocab_size
         self._capture = capture
+        self._sharing = sharing
         self._device = device = last_token_ids.device
         self._num_rows = num_rows = batches.num_rows
         self._block_size = kv_cache.spec.block_size
         num_columns = batches.track_changes()
         self._longest = min(max_model_len, num_columns * self._block_size)
         self.bucket_sizes = bucket_sizes(num_rows)
-        #: (bucket, with filters) -> the replay and its result.
-        self._graphs: dict[tuple[int, bool], tuple[Callable[[], object], Tensor]] = {}
+        can_share = sharing is not None and sharing.can_pay(num_rows, self._longest)
+        self.shared_bucket_sizes = shared_bucket_sizes(num_rows) if can_share else []
+        #: The replay of each form, and its result.
+        self._graphs: dict[Form, tuple[Callable[[], object], Tensor]] = {}
 
         # Static tensors. Every part begins at a multiple of 16 bytes: Triton compiles apart for others.
         width = -(-num_rows // 4) * 4
@@ -159,6 +179,7 @@ class DecodeGraphs:
         self._seq_ids: list[int] = []
         self._are_plain = False
         self._have_filters = False
+        self._order: npt.NDArray[np.int64] | None = None
         self._is_placed = False
 
     def forget(self) -> None:
@@ -170,23 +191,41 @@ class DecodeGraphs:
     def prepare(self) -> bool:
         """Capture every graph, before requests come: the largest first, whose memory the others share.
 
-        False when one cannot be had. Then none is kept, and this is of no use any more: with a part of them
-        some steps would wait for what others do not, and what they hold is memory that steps may need.
+        False when an ordinary one cannot be had. Then none is kept, and this is of no use any more: with a
+        part of them some steps would wait for what others do not, and what they hold is memory that steps may
+        need. When one of those that share cannot be had, the ordinary ones serve every step.
         """
         began = time.perf_counter()
-        for bucket in reversed(self.bucket_sizes):
-            try:
-                for with_filters in (True, False):
-                    self._graphs[bucket, with_filters] = self._captured(bucket, with_filters)
-            except Exception as error:  # out of memory above all; steps without a graph still run
-                self._graphs.clear()
-                logger.warning(
-                    "no CUDA graph for %d rows (%s: %s); steps are launched one kernel at a time",
-                    bucket, type(error).__name__, str(error),  # whose traceback holds what was made
-                )  # fmt: skip
-                return False
+        ordinary = [
+            Form(bucket, with_filters, False)
+            for bucket in reversed(self.bucket_sizes)
+            for with_filters in (True, False)
+        ]
+        if not self._capture_all(ordinary, "steps are launched one kernel at a time"):
+            return False
+        # After the ordinary ones, whatever their size, so that they cost those nothing: by then the pool is
+        # as large as the largest ordinary step needs.
+        shared = [Form(bucket, True, True) for bucket in reversed(self.shared_bucket_sizes)]
+        if not self._capture_all(shared, "cascade_attention has no effect"):
+            self.shared_bucket_sizes = []
         seconds = time.perf_counter() - began
         logger.info("%d graphs of decode steps captured in %.1f s", len(self._graphs), seconds)
+        return True
+
+    def _capture_all(self, forms: list[Form], otherwise: str) -> bool:
+        """Capture each of these, or keep none of them and warn of what is `otherwise`."""
+        for form in forms:
+            try:
+                self._graphs[form] = self._captured(form)
+            except Exception as error:  # out of memory above all; steps without a graph still run
+                for made in forms:
+                    self._graphs.pop(made, None)
+                logger.warning(
+                    "no CUDA graph for %d rows%s (%s: %s); %s",
+                    form.bucket, " that share keys" if form.shares else "", type(error).__name__,
+                    str(error), otherwise,  # the error's traceback holds what was made
+                )  # fmt: skip
+                return False
         return True
 
     def launch(self, plan: Schedule) -> PendingSample | None:
@@ -202,15 +241,14 @@ class DecodeGraphs:
         if not self._are_plain:
             return None
         num = len(sequences)
-        bucket = next(size for size in self.bucket_sizes if size >= num)
-        replay, result = self._graphs[bucket, self._have_filters]
         self._upload_changes(sequences)
         if not self._is_placed:
             self._place(sequences)
+        replay, result = self._graphs[self._form(num)]
         replay()
         token_ids = result[:num]
-        reading = Read([token_ids.clone() if token_ids.is_cpu else token_ids])
-        return PendingSample(token_ids, lambda: _output(reading))
+        reading, order = Read([token_ids.clone() if token_ids.is_cpu else token_ids]), self._order
+        return PendingSample(token_ids, lambda: _output(reading, order))
 
     # The host's side
 
@@ -238,10 +276,20 @@ class DecodeGraphs:
         self._top_k[row] = options.top_k
         self._filters[row] = options.has_filters
 
+    def _form(self, num_rows: int) -> Form:
+        shares = self._order is not None
+        sizes = self.shared_bucket_sizes if shares else self.bucket_sizes
+        bucket = next(size for size in sizes if size >= num_rows)
+        return Form(bucket, self._have_filters or shares, shares)
+
     def _place(self, sequences: list[Sequence]) -> None:
         """Say which rows the entries are and where these stand, in one copy."""
         num, width = len(sequences), self._state.shape[1]
         rows = np.array([seq.row for seq in sequences], dtype=np.int64)
+        if self._sharing is not None and self.shared_bucket_sizes:
+            self._order = self._sharing.order(self._batches.table, rows)
+        if self._order is not None:
+            rows, sequences = rows[self._order], [sequences[i] for i in self._order]
         positions = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int64)
         # New each time, like the buffers of `batch.py`: torch keeps it until the copy is done.
         buffer = torch.zeros(
@@ -270,15 +318,16 @@ class DecodeGraphs:
 
     # The device's side
 
-    def _captured(self, bucket: int, with_filters: bool) -> tuple[Callable[[], object], Tensor]:
+    def _captured(self, form: Form) -> tuple[Callable[[], object], Tensor]:
         # Capturing may run the step: on rows of nobody.
         self._state[_ROWS] = self._num_rows
         self._state[_POSITIONS] = 0
         self._is_placed = False
-        return self._capture(lambda: self._step(bucket, with_filters))
+        return self._capture(lambda: self._step(form))
 
-    def _step(self, bucket: int, with_filters: bool) -> Tensor:
-        """One decode step of the entries below `bucket`, on the static tensors. Returns the drawn ids."""
+    def _step(self, form: Form) -> Tensor:
+        """One decode step of the entries below the bucket, on the static tensors. Returns the drawn ids."""
+        bucket, with_filters, shares = form
         rows, positions, num_drawn, seeds = self._state[:4, :bucket].unbind()
         width = self._state.shape[1]
         floats = self._state[_NUM_INTS:].view(torch.float32).view(4, width)[:, :bucket]
@@ -286,6 +335,11 @@ class DecodeGraphs:
         input_ids, slots, cu_seqlens_k, block_table = prepare_decode(
             rows, positions, self._last_token_ids, self._block_tables, self._block_size
         )
+        shared = None
+        if shares:
+            assert self._sharing is not None
+            least = self._sharing.least_tokens
+            shared = find_shared_prefixes(block_table, cu_seqlens_k, self._block_size, least)
         metadata = AttentionMetadata(
             slot_mapping=slots,
             cu_seqlens_q=self._cu_seqlens_q[: bucket + 1],
@@ -293,6 +347,7 @@ class DecodeGraphs:
             block_table=block_table,
             max_seqlen_q=1,
             max_seqlen_k=self._longest,
+            shared=shared,
         )
         hidden = self._model(input_ids, positions, self._kv_cache.layers, metadata)
         token_ids = sampling.sample(
@@ -308,8 +363,11 @@ class DecodeGraphs:
         return token_ids
 
 
-def _output(reading: Read) -> SamplerOutput:
+def _output(reading: Read, order: npt.NDArray[np.int64] | None) -> SamplerOutput:
+    """What was drawn for each sequence; `order`: which of them each entry was, if not one after another."""
     (ids,) = reading.wait()
+    if order is not None:
+        ids = torch.empty_like(ids).index_copy_(0, torch.from_numpy(order), ids)
     token_ids: list[int] = ids.tolist()
     errors = {}
     if NO_TOKEN in token_ids:

@@ -15,6 +15,7 @@ from octavo.engine.graph import Capture, DecodeGraphs
 from octavo.engine.profile import Span, StepProfile, no_span
 from octavo.engine.sampler import NOTHING_DRAWN, Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
+from octavo.engine.shared_prefixes import Sharing
 from octavo.engine.warm_up import SAMPLING, Shape, empty_step, sequences, with_layers
 from octavo.kernels.cpu import threads
 from octavo.models.registry import CausalLM
@@ -75,7 +76,7 @@ class ModelRunner:
             last = self._last_token_ids.index_select(0, row)
             self._last_token_ids.index_copy_(0, row, last.clamp_min(0))
 
-    def use_graphs(self, max_model_len: int, capture: Capture) -> None:
+    def use_graphs(self, max_model_len: int, capture: Capture, sharing: Sharing | None = None) -> None:
         """Run decode steps from graphs that `capture` makes, all of them now; from none where it cannot make
         each of them, and then nothing is left of those it made.
         """
@@ -87,6 +88,7 @@ class ModelRunner:
             vocab_size=self.sampler.vocab_size,
             max_model_len=max_model_len,
             capture=capture,
+            sharing=sharing,
         )
         with self._running():
             if graphs.prepare():

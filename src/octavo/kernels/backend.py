@@ -66,6 +66,8 @@ KERNELS: dict[str, tuple[str, tuple[str, ...], tuple[Any, ...]]] = {
     "sample": ("sampling", ("logits dtype",), (torch.float32,)),
     "prepare_decode": ("decode_rows", (), ()),
     "finish_decode": ("decode_rows", (), ()),
+    "find_shared_prefixes": ("shared_prefixes", (), ()),
+    "merge_shared_prefixes": ("shared_prefixes", (), ()),
 }
 ROOMS = ("cpu", "triton", "reference")
 # Best first. A device that is not named here has the reference, which is plain torch and runs anywhere.

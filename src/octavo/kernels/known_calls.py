@@ -32,6 +32,9 @@ _MOST = 1024
 
 _all: list[KnownCalls] = []
 
+num_forgotten = 0
+"""How often everything was forgotten. Who keeps a kernel elsewhere keeps it for as long as this stays."""
+
 
 class KnownCalls:
     """What one function knows of its calls."""
@@ -93,5 +96,7 @@ def prepared(kernel: Callable[..., Any], *arguments: Any, **options: Any) -> Cal
 
 def forget() -> None:
     """Nothing is known any more: after other kernels, or other launch parameters, were chosen."""
+    global num_forgotten
+    num_forgotten += 1
     for known in _all:
         known.forget()

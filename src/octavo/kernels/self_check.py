@@ -264,6 +264,25 @@ def _finish_decode(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
     return [last, positions, num_drawn]
 
 
+def _find_shared_prefixes(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    """An octet with an entry that takes no part, and one of a single entry."""
+    tables = draw.int32(
+        *(10 * b + column if column == 3 else column for b in range(9) for column in range(4))
+    )
+    sums = draw.int32(0, 16, 29, 29, 42, 58, 72, 88, 103, 119)
+    return list(kernel(tables.view(9, 4), sums, 4, 8))
+
+
+def _merge_shared_prefixes(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
+    """Entries with common keys, without, and without any keys."""
+    common, own = (draw(3, 5, 40, seed=seed).float() for seed in (1, 2))
+    common_lse, own_lse = (draw(5, 3, seed=seed).float() for seed in (3, 4))
+    own[2], own_lse[:, 2] = 0.0, float("-inf")
+    out = torch.empty_like(draw(3, 5, 40))
+    kernel(common, common_lse, own, own_lse, draw.int32(8, 0, 0), out)
+    return [out]
+
+
 CASES: dict[str, Case] = {
     "varlen_attention": _attention,
     "write_kv_cache": _write,
@@ -278,6 +297,8 @@ CASES: dict[str, Case] = {
     "sample": _sample,
     "prepare_decode": _prepare_decode,
     "finish_decode": _finish_decode,
+    "find_shared_prefixes": _find_shared_prefixes,
+    "merge_shared_prefixes": _merge_shared_prefixes,
 }
 # Kernels that meet quantised caches, and how far off one step of those may bring them.
 QUANTISED = {"varlen_attention": 2.0**-7, "write_kv_cache": 1e-6, "rotate_and_write_kv_cache": 2.0**-3}

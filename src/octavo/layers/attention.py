@@ -8,6 +8,7 @@ import torch
 
 from octavo.cache.storage import LayerCache
 from octavo.kernels import flash_attn_varlen_func, rotate_and_write_kv_cache, write_kv_cache
+from octavo.kernels.shared_prefixes import attend_shared
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
@@ -43,6 +44,7 @@ class Attention:
         # Our window counts the token itself, FlashAttention's left window the keys before it.
         self.window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         self.batch_invariant = qkv.weight.form == "invariant"
+        self.can_share = sliding_window is None and not self.batch_invariant
         self.qkv = qkv
         self.output = output
         self.rope_table = rope_table
@@ -91,20 +93,35 @@ class Attention:
                 v_scale=v_scale,
                 **self.norms,
             )
-        attended = flash_attn_varlen_func(
-            q,
-            k_cache,
-            v_cache,
-            meta.cu_seqlens_q,
-            meta.cu_seqlens_k,
-            meta.max_seqlen_q,
-            meta.max_seqlen_k,
-            softmax_scale=self.scale,
-            causal=True,
-            window_size=self.window,
-            block_table=meta.block_table,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            batch_invariant=self.batch_invariant,
-        )
+        if meta.shared is not None and self.can_share:
+            attended = attend_shared(
+                q,
+                k_cache,
+                v_cache,
+                meta.shared,
+                meta.cu_seqlens_q,
+                meta.cu_seqlens_k,
+                meta.max_seqlen_k,
+                block_table=meta.block_table,
+                softmax_scale=self.scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+        else:
+            attended = flash_attn_varlen_func(
+                q,
+                k_cache,
+                v_cache,
+                meta.cu_seqlens_q,
+                meta.cu_seqlens_k,
+                meta.max_seqlen_q,
+                meta.max_seqlen_k,
+                softmax_scale=self.scale,
+                causal=True,
+                window_size=self.window,
+                block_table=meta.block_table,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                batch_invariant=self.batch_invariant,
+            )
         return self.output(attended.view(num_tokens, self.width))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.kernels.shared_prefixes import SharedPrefixes
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
@@ -19,6 +21,8 @@ class AttentionMetadata:
         block_table: (B, max_blocks) int32, each sequence's blocks in token order; -1 = not allocated.
         max_seqlen_q: the most new tokens of one sequence.
         max_seqlen_k: the longest context.
+        shared: of a decode step, the leading keys that neighbouring sequences have in common, for layers that
+            can make use of it; None where nobody looked.
 
     The tensors belong to whoever built the batch and are only read here.
     """
@@ -29,3 +33,4 @@ class AttentionMetadata:
     block_table: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+    shared: SharedPrefixes | None = None

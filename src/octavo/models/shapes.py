@@ -66,9 +66,12 @@ def checkpoint_dtype(config: Config) -> str:
 
 
 def kv_cache_spec(
-    model: ModelConfig, *, dtype: str, block_size: int = 16, scales: str = "tensor"
+    model: ModelConfig, *, dtype: str, block_size: int = 16, scales: str | None = None
 ) -> KVCacheSpec:
-    """The KV cache of a model that the engine runs; the engine allocates this very one."""
+    """The KV cache of a model that the engine runs; the engine allocates this very one.
+
+    `scales` None means those that the engine keeps: per token and head for dtypes of one byte.
+    """
     windows = model.sliding_window
     return KVCacheSpec(
         num_layers=model.num_layers,
@@ -77,19 +80,24 @@ def kv_cache_spec(
         dtype=dtype,
         block_size=block_size,
         windows=windows if any(window is not None for window in windows) else None,
-        scales=scales,
+        scales=_engine_scales(dtype) if scales is None else scales,
     )
 
 
+def _engine_scales(dtype: str) -> str:
+    return "token_head" if DTYPE_BYTES[canonical_dtype(dtype)] == 1 else "tensor"
+
+
 def spec_from_config(
-    config: Config, *, dtype: str | None = None, block_size: int = 16, scales: str = "tensor"
+    config: Config, *, dtype: str | None = None, block_size: int = 16, scales: str | None = None
 ) -> KVCacheSpec:
     """The KV cache of the model that `config` describes.
 
-    `dtype` None means the checkpoint's. ModelError names a number that is missing or makes no sense,
-    ConfigError a dtype, block size or scale form that does not exist.
+    `dtype` None means the checkpoint's, `scales` None those that the engine keeps. ModelError names a number
+    that is missing or makes no sense, ConfigError a dtype, block size or scale form that does not exist.
     """
-    config, dtype = text_config(config), dtype or checkpoint_dtype(config)
+    dtype = checkpoint_dtype(config) if dtype is None else dtype
+    config = text_config(config)
     model = _engine_config(config)
     if model is not None:
         return kv_cache_spec(model, dtype=dtype, block_size=block_size, scales=scales)
@@ -106,7 +114,7 @@ def spec_from_config(
         "dtype": dtype,
         "block_size": block_size,
         "windows": windows if any(window is not None for window in windows) else None,
-        "scales": scales,
+        "scales": _engine_scales(dtype) if scales is None else scales,
     }
     if config.get("kv_lora_rank") is not None:
         latent = _number(config, ("kv_lora_rank",)) + _number(config, ("qk_rope_head_dim",))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 
 from octavo.serve.api_errors import as_api_error
+from octavo.serve.direct import DirectWriter
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -91,10 +92,10 @@ class GenerationLog:
             record.generations.append(output)
 
 
-def engine_state(state: str) -> None:
-    """The engine's state changed."""
+def engine_state(state: str, reason: str | None = None) -> None:
+    """The engine's state changed, for this reason."""
     level = logging.ERROR if state in ("stuck", "dead") else logging.INFO
-    _log(level, "engine", {"state": state})
+    _log(level, "engine", {"state": state, "reason": reason})
 
 
 def _facts(outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -154,6 +155,7 @@ class RequestLog:
         # For pieces of a stream once its head is on its way: all between here and the route look at the head
         # alone, and would be a good part of what a piece costs.
         scope["state"]["send_piece"] = send_on
+        direct = DirectWriter.find(scope)
         try:
             await self.app(scope, receive, send_on)
         except Exception as error:
@@ -161,6 +163,9 @@ class RequestLog:
                 raise
             await as_api_error(error).response()(scope, receive, send_on)
         finally:
+            # Both hold the scope, which holds them: every request would be left to the garbage collector.
+            scope["state"].pop("send_piece", None)
+            DirectWriter.withdraw(scope)
             record.has_ended = True
             current.reset(token)
             route = route_of(scope)
@@ -175,7 +180,7 @@ class RequestLog:
                 "status": status,
                 "duration_s": round(time.perf_counter() - started, 5),
                 "first_byte_s": None if first_byte_s is None else round(first_byte_s, 5),
-                "response_bytes": num_bytes,
+                "response_bytes": num_bytes + (0 if direct is None else direct.num_bytes),
                 "client": scope["client"][0] if scope.get("client") else None,
                 "incomplete": None if is_complete else True,
             }

@@ -28,6 +28,7 @@ from octavo.errors import (
     shown,
 )
 from octavo.sampling_params import SamplingParams
+from octavo.serve.expected import problem
 
 logger = logging.getLogger("octavo.serve")
 
@@ -174,25 +175,25 @@ def _limit_code(message: str) -> str | None:
     return "context_length_exceeded" if message.startswith("prompt has ") else None
 
 
-def describe_validation(errors: Sequence[Any]) -> ApiError:
+def describe_validation(errors: Sequence[Any], content_type: str | None = None) -> ApiError:
     """The 400 for a body that pydantic refused: what is wrong with which field, for all of them."""
     problems: dict[str, None] = {}  # branches of a union may complain alike
     param = None
     for error in errors[:_MAX_ERRORS]:
-        where, what = _place(error["loc"]), error["msg"]
+        where = _place(error["loc"])
         if error["type"] == "json_invalid":
-            what = f"the body is not valid JSON: {error.get('ctx', {}).get('error', what)}"
-            return ApiError(400, what, code="invalid_json")
+            why = error.get("ctx", {}).get("error", error["msg"])
+            return ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json")
         if error["type"] == "missing" and not where:
             return ApiError(400, "the body is empty; expected a JSON object")
-        got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown(error.get('input'))}"
         if isinstance(error.get("input"), bytes) and not where:
-            return ApiError(400, "the body is not JSON; its Content-Type should be application/json")
+            return ApiError(
+                400, f"the Content-Type of the body must be application/json, got {content_type or 'none'}"
+            )
         if error["type"] == "extra_forbidden":
             where = _place((*error["loc"][:-1], _Named(error["loc"][-1])))
-            what = "this field is not known"
         param = param or where or None
-        problems[f"{where or 'the body'}: {what}{got}"] = None
+        problems[f"{where or 'the body'}: {problem(error)}"] = None
     # A union tells of every branch; a few say enough.
     more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
     return ApiError(400, "; ".join(list(problems)[:4]) + more, param=param)
@@ -228,7 +229,8 @@ def install(app: FastAPI) -> None:
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return describe_validation(error.errors()).response()
+        content_type = shown(request.headers["content-type"]) if "content-type" in request.headers else None
+        return describe_validation(error.errors(), content_type).response()
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Literal, TypeVar
@@ -30,9 +29,9 @@ from octavo.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from octavo.models.source import resolve_model
 from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.serve.front_text import front_tokenizer, loading
 from octavo.serve.generation import Generation, aborted
 from octavo.serve.listener import EngineListener, Link
 from octavo.serve.messages import (
@@ -49,12 +48,14 @@ from octavo.serve.messages import (
     Submit,
     ToEngine,
     ToFront,
+    Tokens,
     Watch,
 )
 from octavo.serve.process import EngineProcess
 from octavo.serve.settings import ServeSettings
+from octavo.serve.waiting_room import WaitingRoom
 from octavo.serve.watcher import Watcher
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 State = Literal["loading", "ready", "draining", "stuck", "dead"]
@@ -63,7 +64,6 @@ INLINE_CHARACTERS: Final = 2_000
 """Work on texts up to this length (about a millisecond) is done on the event loop, the rest in threads."""
 _CHARACTERS_PER_TOKEN: Final = 4
 _MAX_THREADS: Final = 2
-_MAX_RETRY_AFTER_S: Final = 60.0
 MAX_PROMPT_LOGPROBS: Final = 100_000
 """Log probabilities of a prompt come in one message, made between two steps."""
 _REASONS: Final = {"RequestError": "invalid", "CapacityError": "capacity", "OverloadedError": "overloaded"}
@@ -91,11 +91,7 @@ class AsyncEngine:
         # Of answers that are not streamed: those of each continuation so far.
         self._logprobs: dict[str, dict[int, list[dict[int, Logprob]]]] = {}
         self._num_active = 0
-        self._num_waiting = 0
-        self._num_waiting_tokens = 0
-        self._num_texts = 0
-        self._num_text_tokens = 0
-        self._wait_s = 1.0
+        self._room = WaitingRoom(settings)
         self._heard_s = 0.0
         self._is_deaf = True
         """Whether the process would not read what it is told: it loads or hangs."""
@@ -114,25 +110,13 @@ class AsyncEngine:
 
         engine = cls(settings, listener)
         process = EngineProcess(load, config, engine.receive, engine.lost)
-        engine.start(process, lambda: _front_tokenizer(config))
+        engine.start(process, lambda: front_tokenizer(config))
         return engine
 
     def start(self, link: Link, load_text: Callable[[], Tokenizer | None]) -> None:
         """Use this link (`receive` and `lost` are its callbacks), and load the tokenizer in a thread."""
         self._link = link
-        loading: asyncio.Future[Tokenizer | None] = self._loop.create_future()
-        loading.add_done_callback(self._got_tokenizer)
-
-        def load() -> None:
-            try:
-                tokenizer, error = load_text(), None
-            except Exception as failure:
-                tokenizer, error = None, failure
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-                self._loop.call_soon_threadsafe(_settle, loading, tokenizer, error)
-
-        # It may be downloading, which must not keep the interpreter from its end.
-        threading.Thread(target=load, name="octavo-tokenizer", daemon=True).start()
+        loading(load_text, self._loop).add_done_callback(self._got_tokenizer)
 
     # What everybody may ask
 
@@ -167,7 +151,7 @@ class AsyncEngine:
     @property
     def num_waiting(self) -> int:
         """Requests that have not left the engine's queue yet."""
-        return self._num_waiting
+        return self._room.num_requests
 
     @property
     def num_active(self) -> int:
@@ -180,23 +164,21 @@ class AsyncEngine:
 
     # Text
 
-    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+    async def off_loop(self, size: int, work: Callable[[], T], *, is_prompt: bool = False) -> T:
         """`work()` on something of `size` characters or bytes: in a thread above `INLINE_CHARACTERS`.
 
         What waits for a thread or is in one counts like a request that waits for the engine: OverloadedError
-        when the queue is full.
+        when the queue is full. is_prompt: it is one prompt, which counts for no more tokens than one may
+        have, so that one that is too long hears so and not that it should try again.
         """
         if size <= INLINE_CHARACTERS:
             return work()
         num_tokens = size // _CHARACTERS_PER_TOKEN
+        if is_prompt:
+            num_tokens = min(num_tokens, self.model.max_model_len)
         self.check_room(1, num_tokens)
-        self._num_texts += 1
-        self._num_text_tokens += num_tokens
-        try:
+        with self._room.text(num_tokens):
             return await self._loop.run_in_executor(self._threads, work)
-        finally:
-            self._num_texts -= 1
-            self._num_text_tokens -= num_tokens
 
     # Requests
 
@@ -216,8 +198,8 @@ class AsyncEngine:
         `request_id` must be new. `prompt` is only handed back, in the output. stream: pieces are wanted.
 
         Raises:
-            RequestError, CapacityError: it can never be served. The engine itself may find so later, which
-                `Generation.accepted` raises.
+            RequestError, CapacityError: it can never be served, at whatever load. The engine itself may find
+                so later, which `Generation.accepted` raises.
             OverloadedError: the queue is full by count or by tokens.
             EngineError: the engine is not ready: loading, draining, stuck or dead.
         """
@@ -225,15 +207,7 @@ class AsyncEngine:
             self._listener.refused(self._state)
             raise self._not_ready()
         num_tokens = len(prompt_token_ids)
-        longest = self.model.max_model_len - 1
-        if num_tokens > longest:
-            # Said here, so that a million ids need not travel to hear it.
-            self._listener.refused("invalid")
-            raise RequestError(
-                f"prompt has {num_tokens} tokens; max_model_len={self.model.max_model_len} leaves room for "
-                f"at most {longest} and one new token; shorten it, or raise "
-                "max_model_len where the model allows more"
-            )
+        self.check_length(num_tokens)
         if (width := params.prompt_logprobs) and num_tokens * width > MAX_PROMPT_LOGPROBS:
             self._listener.refused("invalid")
             raise RequestError(
@@ -255,8 +229,7 @@ class AsyncEngine:
         self._generations[request_id] = generation
         self._num_active += 1
         self._idle.clear()
-        self._num_waiting += 1
-        self._num_waiting_tokens += num_tokens
+        self._room.enter(num_tokens)
         if self.settings.request_timeout_s is not None:
             generation.timer = self._loop.call_later(
                 self.settings.request_timeout_s, self._time_out, generation
@@ -264,26 +237,35 @@ class AsyncEngine:
         self._listener.submitted(request_id, num_tokens)
         return generation
 
-    def check_room(self, num_requests: int, num_tokens: int) -> None:
-        """OverloadedError when the queue cannot take so many requests with so many prompt tokens now."""
-        settings = self.settings
-        num_waiting = self._num_waiting + self._num_texts
-        num_waiting_tokens = self._num_waiting_tokens + self._num_text_tokens
-        if num_waiting + num_requests > settings.max_waiting_requests:
-            what = f"{num_waiting} requests are waiting, of at most {settings.max_waiting_requests} "
-            what += "(max_waiting_requests)"
-        elif num_waiting and num_waiting_tokens + num_tokens > settings.max_waiting_tokens:
-            what = (
-                f"{num_waiting_tokens} prompt tokens are waiting and {num_tokens} more came; at most "
-                f"{settings.max_waiting_tokens} may wait (max_waiting_tokens)"
+    def check_length(self, num_tokens: int) -> None:
+        """RequestError when no prompt of so many tokens is ever taken.
+
+        Said here, so that a million ids need not travel to hear it, and before any `check_room`.
+        """
+        limit = self.settings.max_waiting_tokens
+        longest = self.model.max_model_len - 1
+        if num_tokens > longest:
+            problem = (
+                f"max_model_len={self.model.max_model_len} leaves room for at most {longest} and one new "
+                "token; shorten it, or raise max_model_len where the model allows more"
+            )
+        elif num_tokens > limit:
+            problem = (
+                f"this server queues at most {limit}; shorten it, or start the server with a larger "
+                "--max-waiting-tokens"
             )
         else:
             return
-        self._listener.refused("overloaded")
-        retry_after_s = min(max(self._wait_s, 1.0), _MAX_RETRY_AFTER_S)
-        raise OverloadedError(
-            f"the server is busy: {what}; try again in {retry_after_s:.0f} s", retry_after_s
-        )
+        self._listener.refused("invalid")
+        raise RequestError(f"prompt has {num_tokens} tokens; {problem}")
+
+    def check_room(self, num_requests: int, num_tokens: int) -> None:
+        """OverloadedError when the queue cannot take so many requests with so many prompt tokens now."""
+        try:
+            self._room.check(num_requests, num_tokens)
+        except OverloadedError:
+            self._listener.refused("overloaded")
+            raise
 
     # The page
 
@@ -336,16 +318,20 @@ class AsyncEngine:
         steps: list[News] = []
         ended: list[RequestOutput] = []
         has_tokens: dict[Generation, bool] = {}
+        told: list[str] = []
+        is_alone = len(messages) == 1
         for message in messages:
             if isinstance(message, News):
                 self._heard()
+                self._got_tokens(message.tokens, has_tokens, told if is_alone else None)
                 ended += self._got_news(message, has_tokens)
                 steps.append(message)
             else:
                 self._got_word(message)
         for generation in has_tokens:
             generation.wake()
-        self._listener.told([one.request_id for one, has_any in has_tokens.items() if has_any])
+        told += [one.request_id for one, has_any in has_tokens.items() if has_any]
+        self._listener.told(told)
         for output in ended:
             self._listener.finished(output)
         for news in steps:
@@ -384,22 +370,31 @@ class AsyncEngine:
         if self._state == "stuck":
             self._set_state("ready")
 
+    def _got_tokens(self, tokens: Tokens, has_tokens: dict[Generation, bool], told: list[str] | None) -> None:
+        """`told` gets those whose readers have it already; None is to tell none, as more may come for them.
+        `has_tokens` gets the others.
+        """
+        generations = self._generations
+        for request_id, text, token_id in zip(
+            tokens.request_ids, tokens.texts, tokens.token_ids, strict=True
+        ):
+            generation = generations.get(request_id)
+            if generation is None or generation.error is not None:
+                continue
+            if told is not None and (offer := generation.on_text) is not None and offer(text):
+                told.append(request_id)
+            else:
+                generation.put_token(text, token_id)
+                has_tokens[generation] = True
+
     def _got_news(self, news: News, has_tokens: dict[Generation, bool]) -> list[RequestOutput]:
         """Returns what ended. `has_tokens` gets those to be woken, and whether there is a token for them."""
         ended = []
         for request_id in news.started:
             if (generation := self._generations.get(request_id)) is not None:
                 self._leave_queue(generation)
-                self._wait_s = self._heard_s - generation.submitted_s
+                self._room.last_wait_s = self._heard_s - generation.submitted_s
         generations = self._generations
-        tokens = news.tokens
-        for request_id, text, token_id in zip(
-            tokens.request_ids, tokens.texts, tokens.token_ids, strict=True
-        ):
-            generation = generations.get(request_id)
-            if generation is not None and generation.error is None:
-                generation.put_token(text, token_id)
-                has_tokens[generation] = True
         for item in news.items:
             generation = generations.get(item.request_id)
             if generation is None:
@@ -426,13 +421,13 @@ class AsyncEngine:
             self._listener.refused(_REASONS.get(message.kind, "error"), message.request_id)
             generation.fail(_error(message.kind, message.message))
 
-    def _got_tokenizer(self, loading: asyncio.Future[Tokenizer | None]) -> None:
-        if loading.cancelled():
+    def _got_tokenizer(self, loaded: asyncio.Future[Tokenizer | None]) -> None:
+        if loaded.cancelled():
             return
-        if (error := loading.exception()) is not None:
+        if (error := loaded.exception()) is not None:
             self._die(error if isinstance(error, Exception) else EngineError(str(error)))
             return
-        self._tokenizer, self._has_text = loading.result(), True
+        self._tokenizer, self._has_text = loaded.result(), True
         self._become_ready()
 
     def _become_ready(self) -> None:
@@ -445,8 +440,7 @@ class AsyncEngine:
     def _leave_queue(self, generation: Generation) -> None:
         if not generation.is_started:
             generation.is_started = True
-            self._num_waiting -= 1
-            self._num_waiting_tokens -= len(generation.prompt_token_ids)
+            self._room.leave(len(generation.prompt_token_ids))
 
     def _end(self, generation: Generation) -> None:
         """It no longer counts, whatever the engine still has to say about it. Ending it twice is a no-op."""
@@ -516,7 +510,7 @@ class AsyncEngine:
         self._death = error
         self._state = "dead"
         if is_told:
-            self._listener.state("dead")
+            self._listener.state("dead", str(error))
         for generation in self._generations.values():
             self._end(generation)
             generation.fail(EngineDeadError(f"the engine died: {error}"))
@@ -529,25 +523,6 @@ class AsyncEngine:
     def _send(self, message: ToEngine) -> None:
         if self._link is not None and self._state != "dead":
             self._link.send(message)
-
-
-def _settle(loading: asyncio.Future[T], result: T, error: Exception | None) -> None:
-    if not loading.done():
-        if error is None:
-            loading.set_result(result)
-        else:
-            loading.set_exception(error)
-
-
-def _front_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The model's tokenizer; None for random weights that have none."""
-    source = resolve_model(config.model, config.revision, files="config")
-    try:
-        return load_tokenizer(source)
-    except ModelError:
-        if config.load_format != "dummy":
-            raise
-        return None
 
 
 def _keep_logprobs(kept: dict[int, list[dict[int, Logprob]]], item: Item) -> None:

@@ -11,7 +11,7 @@ import selectors
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from octavo.serve.messages import ToEngine, ToFront, decode, encode
 
@@ -111,8 +111,7 @@ class FrontChannel(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.WriteTransport", transport)  # an event loop may have its own kind
 
     def data_received(self, data: bytes) -> None:
         if messages := self._frames.feed(data):

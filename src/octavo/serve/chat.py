@@ -135,6 +135,9 @@ class _Writer:
         logprobs = None if self._num_logprobs is None else self._chunk_logprobs(chunk, self._num_logprobs)
         return self._choices[chunk.index].read(chunk, logprobs).encode()
 
+    def text(self, place: int, text: str) -> bytes | None:
+        return self._choices[0].further_text(text)
+
     def end(self, outputs: list[RequestOutput]) -> bytes:
         if not self._has_usage:
             return DONE
@@ -162,14 +165,13 @@ class _ChoiceStream:
         self._tail = tail
         self._content_head = head + '{"content":'
         self._content_tail = '},"logprobs":null,"finish_reason":null}' + tail
+        self._around_content = self._content_head.encode(), self._content_tail.encode()
         self._is_begun = False
         self._num_calls = 0
         self._logprobs: list[Any] = []
 
     def read(self, chunk: StreamChunk, logprobs: list[Any] | None) -> str:
         """The chunks that this piece gives; `logprobs` of its tokens, when they are asked for."""
-        if self._is_begun and logprobs is None and chunk.finish_reason is None and self.reader.is_plain:
-            return f"{self._content_head}{_json_text(chunk.text)}{self._content_tail}" if chunk.text else ""
         # Text may be held back while its tokens are not: those wait for the next chunk that has text.
         if logprobs is not None:
             self._logprobs += logprobs
@@ -190,6 +192,13 @@ class _ChoiceStream:
             reason = finish_reason(chunk.finish_reason, self.reader.num_calls > 0)
             told += self._chunk({}, self._take(logprobs) if self._logprobs else None, reason)
         return told
+
+    def further_text(self, text: str) -> bytes | None:
+        """`read` of a piece that is this text alone; None where that is not all content."""
+        if not self._is_begun or not self.reader.is_plain:
+            return None
+        head, tail = self._around_content
+        return b"%b%b%b" % (head, _json_text(text).encode(), tail) if text else b""
 
     def _take(self, logprobs: list[Any] | None) -> list[Any] | None:
         if logprobs is None:

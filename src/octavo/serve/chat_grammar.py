@@ -41,6 +41,12 @@ class CallRules:
         return not is_bound and not any(function.strict for function in self.functions)
 
 
+def check_calls(calls: CallRules | None) -> None:
+    """ApiError (400) for parameters that are no schema, or one too long, where calls must keep to them."""
+    if calls is not None and not calls.is_free:
+        _functions(calls)
+
+
 def constraint(
     answer: StructuredOutput | None, calls: CallRules | None, reasons: bool | None
 ) -> StructuredOutput | None:

@@ -10,7 +10,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.serve import reasoning, tools
 from octavo.serve.answer import AnswerFormat
 from octavo.serve.api_errors import ApiError, named_format
-from octavo.serve.chat_grammar import CallRules, constraint
+from octavo.serve.chat_grammar import CallRules, check_calls, constraint
 from octavo.serve.chat_protocol import (
     AllowedToolChoice,
     ChatRequest,
@@ -61,9 +61,12 @@ async def prepare_chat(
     """
     tokenizer = engine.tokenizer
     calls = call_rules(body, settings)
+    check_calls(calls)  # before the prompt is written, with the same schemas in it
     try:
         prompt, token_ids = await engine.off_loop(
-            body_size.get(), lambda: _encode(body, tokenizer, settings, has_tools=calls is not None)
+            body_size.get(),
+            lambda: _encode(body, tokenizer, settings, has_tools=calls is not None),
+            is_prompt=True,
         )
     except RequestError as error:
         # What the tokenizer calls the prompt is the client's messages.

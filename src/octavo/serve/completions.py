@@ -84,7 +84,11 @@ async def _encode(
         )
     if isinstance(prompts[0], str):
         tokenizer = engine.tokenizer
-        all_ids = await engine.off_loop(body_size.get(), lambda: [tokenizer.encode(text) for text in prompts])
+        all_ids = await engine.off_loop(
+            body_size.get(),
+            lambda: [tokenizer.encode(text) for text in prompts],
+            is_prompt=len(prompts) == 1,
+        )
     else:
         all_ids = prompts
     for i, token_ids in enumerate(all_ids):
@@ -92,6 +96,8 @@ async def _encode(
             where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             raise ApiError(400, f"{where} is empty: there is no token to continue from", param="prompt")
     if len(prompts) > 1:
+        for token_ids in all_ids:
+            engine.check_length(len(token_ids))
         num_tokens = sum(map(len, all_ids))
         if num_tokens > settings.max_waiting_tokens:
             raise ApiError(
@@ -175,6 +181,7 @@ class _Writer:
         head = {**self._head, "usage": None} if self._has_usage else self._head
         self._chunk_head = f'data: {_json(head)[:-1]},"choices":['
         self._offsets: dict[int, int] = {}
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
         told = [
             self._chunk(i * self._n + j, echo)
             for i, (text, token_ids) in enumerate(self._prompts)
@@ -194,6 +201,14 @@ class _Writer:
             return b""
         reason = chunk.finish_reason and finish_reason(chunk.finish_reason, False)
         return self._chunk(index, chunk.text, logprobs, reason).encode()
+
+    def text(self, place: int, text: str) -> bytes:
+        # Nearly all there is, so that what `_chunk` writes around it is made once.
+        around = self._around_text.get(place)
+        if around is None:
+            head, _, tail = self._chunk(place * self._n, "").rpartition('""')
+            around = self._around_text[place] = head.encode(), tail.encode()
+        return b"%b%b%b" % (around[0], _json_text(text).encode(), around[1]) if text else b""
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
         if not self._has_usage:
@@ -225,4 +240,5 @@ class _Writer:
         )
 
 
+_json_text = json.encoder.encode_basestring  # what `_json` does with a str
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

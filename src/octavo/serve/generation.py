@@ -48,6 +48,9 @@ class Generation:
         self.timer: asyncio.TimerHandle | None = None
         self.on_news: Callable[[], None] | None = None
         """Called at once when there is something to `take` or it is over, in place of waking who iterates."""
+        self.on_text: Callable[[str], bool] | None = None
+        """Offered the text of one more token of the first continuation where nothing else has come; says
+        whether it is told. If not, it must be put and waked for."""
         self._on_abort = on_abort
         self._pending: dict[int, _Piece] = {}
         self._waiter: asyncio.Future[None] | None = None

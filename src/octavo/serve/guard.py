@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import os
 import re
 import sys
@@ -43,6 +44,7 @@ body_size: ContextVar[int] = ContextVar("octavo_body_size", default=sys.maxsize)
 """How many bytes the body of the request at hand has: what the work on it goes by."""
 
 BODY_TIMEOUT_S = 60.0
+"""What a whole body may take; it is over sooner when nothing of it comes for `idle_connection_s`."""
 SMALL_BODY_BYTES = 64 * 2**10
 NUM_LARGE_BODIES = 16
 """As many bodies of the largest size may be arriving at once; small ones are always taken."""
@@ -150,14 +152,17 @@ class BodyLimit:
     """Status 413 for a body above `max_bytes`, whether its length was announced or it comes in chunks.
 
     The body is read here in full before the application runs (it is JSON, of which a part is of no use); one
-    that does not arrive within a minute is status 408, one too many status 429. `body_size` says its size to
-    the application.
+    of which nothing comes for `idle_s`, or that is not here within a minute, is status 408, one too many
+    status 429. `body_size` says its size to the application.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, idle_s: float) -> None:
         self.app = app
         self._max_bytes = max_bytes
+        self._idle_s = idle_s
         self._num_arriving_bytes = 0
+        # When each large body that is arriving is given up unless more of it comes.
+        self._deadlines: dict[object, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -176,10 +181,17 @@ class BodyLimit:
         parts: list[bytes] = []
         size = 0
         is_crowded = False
+        has_more = True
+        body = object()
+        now = asyncio.get_running_loop().time
+        end_s = now() + BODY_TIMEOUT_S
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                has_more = True
+            async with asyncio.timeout(None) as patience:
                 while has_more and size <= self._max_bytes and not is_crowded:
+                    deadline_s = min(end_s, now() + self._idle_s)
+                    patience.reschedule(deadline_s)
+                    if size > SMALL_BODY_BYTES:
+                        self._deadlines[body] = deadline_s
                     message = await receive()
                     if message["type"] != "http.request":
                         return  # the client has gone
@@ -190,11 +202,15 @@ class BodyLimit:
                     is_full = self._num_arriving_bytes > NUM_LARGE_BODIES * self._max_bytes
                     is_crowded = has_more and is_full and size > SMALL_BODY_BYTES
         except TimeoutError:
-            error = ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", param="body")
+            problem = f"did not arrive within {BODY_TIMEOUT_S:g} s"
+            if now() < end_s:
+                problem = f"stopped arriving for {self._idle_s:g} s (--idle-connection)"
+            error = ApiError(408, f"the body {problem}", param="body", headers={"Connection": "close"})
             await error.response()(scope, receive, send)
             return
         finally:
             self._num_arriving_bytes -= size
+            self._deadlines.pop(body, None)
         if size <= self._max_bytes and not is_crowded:
             token = body_size.set(size)
             try:
@@ -216,12 +232,14 @@ class BodyLimit:
             headers={"Connection": "close"},
         )
 
-    @staticmethod
-    def _crowded() -> ApiError:
+    def _crowded(self) -> ApiError:
+        # A body that goes on arriving is here in a moment; where all have stopped, it is the first that ends.
+        first_s = min(self._deadlines.values(), default=0.0) - asyncio.get_running_loop().time()
+        seconds = max(1, math.ceil(first_s))
         return ApiError(
             429,
-            "too many large bodies are arriving at once; try again in 1 s",
-            headers={"Retry-After": "1", "Connection": "close"},
+            f"too many large bodies are arriving at once; try again in {seconds} s",
+            headers={"Retry-After": str(seconds), "Connection": "close"},
         )
 
 
@@ -255,7 +273,7 @@ def install(app: FastAPI, settings: ServeSettings) -> None:
 
     ConfigError when tracing is asked for and OpenTelemetry is not installed.
     """
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, idle_s=settings.idle_connection_s)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.cors_origins:

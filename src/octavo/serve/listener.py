@@ -16,8 +16,8 @@ class EngineListener(Protocol):
     def stage(self, stage: Stage) -> None:
         """A part of loading is done."""
 
-    def state(self, state: str) -> None:
-        """The engine's state has changed to this one."""
+    def state(self, state: str, reason: str | None = None) -> None:
+        """The engine's state has changed to this one; `reason` says why it is dead."""
 
     def submitted(self, request_id: str, num_prompt_tokens: int) -> None:
         """A request was sent to the engine."""

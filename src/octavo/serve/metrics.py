@@ -150,13 +150,13 @@ class Metrics(Collector):
     def stage(self, stage: Stage) -> None:
         self._stages[stage.name] = stage.seconds
 
-    def state(self, state: str) -> None:
+    def state(self, state: str, reason: str | None = None) -> None:
         self._state = state
         self._is_loaded = self._is_loaded or state == "ready"
         if state == "dead":  # nothing under way will be told to end
             self._open.clear()
             self._log.clear()
-        access_log.engine_state(state)
+        access_log.engine_state(state, reason)
 
     def submitted(self, request_id: str, num_prompt_tokens: int) -> None:
         self._open[request_id] = _Open(time.perf_counter())

@@ -15,6 +15,7 @@ import gc
 import ipaddress
 import logging
 import math
+import os
 import signal
 import socket
 import sys
@@ -26,10 +27,12 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.models.source import may_be_repository, resolve_model
 from octavo.serve import access_log
 from octavo.serve.app import create_app
 from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.direct import DirectWriter
 from octavo.serve.engine_process import freeze_what_is_loaded
 from octavo.serve.messages import ModelCard
 from octavo.serve.metrics import Metrics
@@ -52,14 +55,23 @@ _MAX_EARLY_BYTES: Final = 2**16
 def serve(config: EngineConfig, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
     """Serve until a signal. `say` gets the lines for the one who started it; the log goes to standard error.
 
-    Raises ConfigError when the address cannot be had, and whatever the model cannot be loaded for.
+    An engine that died does not end the server, but then it ends with EngineDeadError, for whoever would
+    start it again. Before anything listens it raises ModelError for a name under which there can be no model,
+    and ConfigError when the address cannot be had; later whatever the model cannot be loaded for.
     """
     _allow_many_connections()
     gc.set_threshold(*COLLECT_AFTER)
+    _check_name(config)
     access_log.configure(settings.log_format)
     listener = listen(settings)
     with contextlib.closing(listener):
         asyncio.run(_Server(config, settings, listener, say).run())
+
+
+def _check_name(config: EngineConfig) -> None:
+    """ModelError for a model that cannot be there. Only loading can tell that of a repository."""
+    if os.path.exists(config.model) or not may_be_repository(config.model):
+        resolve_model(config.model, config.revision, files="config")
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -140,6 +152,8 @@ class _Server:
             draining.cancel()
             await engine.drain(0)
         urgent.cancel()
+        if engine.death is not None:
+            raise EngineDeadError(f"the engine died: {engine.death}")
 
     def _on_signal(self) -> None:
         if self._is_asked_to_stop.is_set():
@@ -207,6 +221,7 @@ class _Listening(asyncio.Protocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:  # of the protocol with httptools only
         self._answered = cycle
+        DirectWriter.offer(cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[misc]
 
     def connection_lost(self, error: Exception | None) -> None:

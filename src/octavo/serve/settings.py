@@ -33,7 +33,7 @@ class ServeSettings:
         max_body_bytes: larger bodies are status 413. A million tokens are about 4 MiB of text.
     How much at once:
         max_waiting_requests, max_waiting_tokens: bounds of the queue, by requests and by prompt tokens;
-            beyond them status 429 with Retry-After. An empty queue takes a prompt of any length.
+            beyond them status 429 with Retry-After. A prompt that is longer by itself is status 400.
         request_timeout_s: a request that takes longer ends with status 408; None: no limit.
         slow_reader_s: a client that takes nothing for this long is cut off.
         idle_connection_s: a connection that asks nothing for this long is closed.

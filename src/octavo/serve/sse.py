@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
 
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from octavo.serve.api_errors import as_api_error
+from octavo.serve.direct import DirectWriter
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -56,6 +57,16 @@ class Writer(Protocol):
         """What is told instead of `end`, as headers have gone by then."""
 
 
+@runtime_checkable
+class TextWriter(Writer, Protocol):
+    """One that has a shorter way with nearly all that comes."""
+
+    def text(self, place: int, text: str) -> bytes | None:
+        """What `piece` gives for one more token of the first continuation that is no more than this text:
+        without log probabilities, not the last. None leaves it to `piece`. It may raise: the stream ends.
+        """
+
+
 class _Stream(Response):
     """Sends events until they end or the client leaves, and aborts `generations` then."""
 
@@ -66,9 +77,11 @@ class _Stream(Response):
         del self.headers["content-length"]
         self._generations = generations
         self._slow_reader_s = slow_reader_s
+        self._direct: DirectWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_piece = scope.get("state", {}).get("send_piece", send)  # see `access_log.RequestLog`
+        self._direct = DirectWriter.find(scope)
         writing = asyncio.create_task(self._write(send, send_piece))
         watching = asyncio.create_task(_until_gone(receive))
         try:
@@ -139,7 +152,8 @@ class GenerationStream(_Stream):
 
     Pieces are written from the call that brings them for as long as the client takes them at once: a task's
     turn for each piece costs more than writing it. Otherwise this stream's task waits for the client, and
-    what comes meanwhile is joined by the `Generation`.
+    what comes meanwhile is joined by the `Generation`. From the second piece on they go by a `DirectWriter`
+    where the server has one.
 
     slow_reader_s: a client that takes nothing for so long is given up.
     """
@@ -156,6 +170,8 @@ class GenerationStream(_Stream):
         self._failure: Exception | None = None
         self._rest: _Rest | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._send: Send  # from the moment that the body begins
+        self._write_now: Callable[[bytes], bool] | None = None
 
     async def _write_body(self, send: Send) -> None:
         self._send = send
@@ -179,7 +195,7 @@ class GenerationStream(_Stream):
                         self._waiter = None
         finally:
             for generation in self._generations:
-                generation.on_news = None
+                generation.on_news = generation.on_text = None
             if self._rest is not None:
                 self._rest.close()
         await self._wait_for(_begun(send(_body(self._last_words(), is_last=True))))
@@ -214,7 +230,42 @@ class GenerationStream(_Stream):
                 self._open.discard(place)
         self._ready.clear()
         if data := b"".join(parts):
+            self._send_on(data)
+
+    def _on_text(self, put_into_words: Callable[[int, str], bytes | None], place: int, text: str) -> bool:
+        """`_on_news` and `_pump` for nearly all that comes: one more token, to a client that keeps up."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return False
+        try:
+            data = put_into_words(place, text)
+        except Exception as error:
+            self._failure = error
+            waiter.set_result(None)
+            return True
+        if data is None:
+            return False
+        if data:
+            try:
+                self._send_on(data)
+            except Exception as error:
+                waiter.set_exception(error)
+                return True
+            if self._rest is not None:
+                waiter.set_result(None)
+        return True
+
+    def _send_on(self, data: bytes) -> None:
+        if self._write_now is None or not self._write_now(data):
             self._rest = _begun(self._send(_body(data)))
+            if self._write_now is None and self._direct is not None:
+                self._go_direct(self._direct)
+
+    def _go_direct(self, direct: DirectWriter) -> None:
+        self._write_now = direct.write
+        if isinstance(self._writer, TextWriter):
+            for place, generation in enumerate(self._generations):
+                generation.on_text = functools.partial(self._on_text, self._writer.text, place)
 
     def _last_words(self) -> bytes:
         if self._failure is None:

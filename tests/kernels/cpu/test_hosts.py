@@ -63,7 +63,7 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
 

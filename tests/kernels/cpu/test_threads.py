@@ -86,7 +86,7 @@ def test_a_forked_child_makes_its_own_team(
 
     child = multiprocessing.get_context("fork").Process(target=in_child)
     child.start()
-    child.join(30)
+    child.join(120)
     exit_code = child.exitcode
     child.kill()
     assert exit_code == 0
@@ -100,7 +100,7 @@ from octavo.kernels.cpu import threads
 threads.configure(3)
 print(linear(torch.ones(40, 300), pack_weight(torch.ones(700, 300), "float32")).sum().item())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "8400000.0\n", "")
 
 

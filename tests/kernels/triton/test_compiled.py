@@ -21,10 +21,6 @@ pytest.importorskip("triton")
 
 from helpers.no_gpu import find_loops
 
-# The first test waits for every compilation: 90 s of processor time when none is cached, and several times
-# that by the clock where other work shares the processors.
-pytestmark = pytest.mark.timeout(600)
-
 SCRIPT = Path(__file__).parents[2] / "helpers" / "compiled_calls.py"
 ARCHS = {90: "all", 80: "some", 86: "some", 89: "some"}
 SHARED = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
@@ -64,7 +60,7 @@ Compiled = dict[str, dict[str, Any]]
 def everything(request: pytest.FixtureRequest) -> dict[int, Compiled]:
     """Every architecture in a process of its own: 90 s of processor time, or 15 from the cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    cache = request.config.cache
+    cache = getattr(request.config, "cache", None)
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = str(cache.mkdir("triton"))
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -154,7 +150,7 @@ def test_shared_memory_is_enough(arch: int, compiled: Compiled) -> None:
 
 
 def test_attention_multiplies_in_matrix_units(arch: int, compiled: Compiled) -> None:
-    assert_no_kernel_is(compiled, lambda one: count(one, "HMMA") == 0, "_decode")
+    assert_no_kernel_is(compiled, lambda one: count(one, "HG?MMA") == 0, "_decode")
     instruction = "HGMMA" if arch == 90 else "HMMA"
     low_precision = {call: result for call, result in compiled.items() if "fp32" not in call}
     assert_no_kernel_is(low_precision, lambda one: count(one, instruction) == 0, "_prefill", "attend")

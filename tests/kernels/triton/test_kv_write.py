@@ -126,7 +126,11 @@ def test_one_block_of_any_size_per_sequence(capacity: int) -> None:
         assert (cache == 7.0).all(-1).sum() == (3 * capacity - 3) * 2
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_shape(data: st.DataObject) -> None:
     """Any shape, strides, dtypes, forms of scales and launch parameters: what the reference does."""

@@ -63,7 +63,11 @@ def test_strides() -> None:
             assert_normalised(out, summed, weight)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     rows=st.integers(1, 9),
     depth=st.integers(1, 70),

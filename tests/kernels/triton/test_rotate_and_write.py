@@ -142,7 +142,11 @@ def test_no_tokens() -> None:
     assert rotate_and_write_kv_cache(**call | empty).shape == (0, 5, 16)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_shape_and_launch_parameters(data: st.DataObject) -> None:
     head_dim = data.draw(st.integers(2, 40))

@@ -11,7 +11,6 @@ from octavo.errors import UnsupportedKernelConfig
 from octavo.integrations.transformers import dense, paged, stock
 from octavo.integrations.transformers import plan as plans
 from octavo.integrations.transformers.masks import say_once
-from octavo.kernels.checks import MAX_HEAD_DIM
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -45,19 +44,9 @@ def attention(
     Raises:
         UnsupportedKernelConfig: the model changed the mask or the keys on their way here.
     """
-    if query.shape[2] == 1 and query.is_cuda and cu_seq_lens_q is None:
-        known = plans.carried_by(attention_mask)
-        if (
-            known is not None
-            and known.num_slots == key.shape[2]
-            and known.batch == query.shape[0]
-            and _is_launch_bound(key, known, softcap, s_aux)
-            and not dropout
-            and position_bias is None
-        ):
-            return stock.decode(query, key, value, scaling), None
-    is_packed = attention_mask is None or plans.is_plan(attention_mask) or "write_index" in kwargs
-    if cu_seq_lens_q is not None and is_packed:
+    if cu_seq_lens_q is not None and (
+        attention_mask is None or plans.is_plan(attention_mask) or "write_index" in kwargs
+    ):
         attend = paged.attend_apart if torch.compiler.is_compiling() else paged.attend
         out = attend(
             module, query, key, value, cu_seq_lens_q,
@@ -65,16 +54,15 @@ def attention(
             **kwargs,
         )  # fmt: skip
         return out, None
-    plan = _plan(module, query, key, attention_mask, sliding_window, is_causal)
-    if (
-        plan is not None
-        and not (query.shape[2] == 1 and query.is_cuda and _is_launch_bound(key, plan, softcap, s_aux))
-        and not dropout
-        and position_bias is None
-        and not stock.needs_gradients(query, key, value, s_aux)
-        and _has_kernel(module, query, value)
-    ):
-        return dense.attend(query, key, value, plan, scaling, softcap, s_aux), None
+    plan = plans.carried_by(attention_mask)
+    if plan is None:
+        plan = _plan(module, query, key, attention_mask, sliding_window, is_causal)
+    if plan is not None:
+        if not dropout and position_bias is None and not stock.needs_gradients(query, key, value, s_aux):
+            found = dense.attend(module, query, key, value, plan, scaling, softcap, s_aux)
+            if found is not None:
+                return found, None
+        dense.check(module, query, key, plan)
     if kwargs.get("output_attentions"):
         say_once("octavo: attention weights are not returned; attn_implementation='eager' returns them")
     kwargs = {} if position_bias is None else {"position_bias": position_bias}
@@ -135,40 +123,4 @@ def _plan(
             window = None
         made = plans.unpadded(batch, num_queries, num_slots, num_slots, window, query.device, causal)
         return plans.of_mask(made, num_queries, num_slots, window, causal)
-    if not plans.is_plan(mask):
-        return None
-    plan = plans.of_mask(mask, num_queries, num_slots, window)
-    if plan.num_slots != num_slots or plan.batch != batch:
-        raise UnsupportedKernelConfig(
-            f"attn_implementation='octavo': {type(module).__name__} attends {batch} sequences over "
-            f"{num_slots} keys, and its mask is of {plan.batch} sequences over {plan.num_slots}. Use "
-            "attn_implementation='sdpa' for this model."
-        )
-    return plan
-
-
-# Keys and values of a layer, below which reading them takes a GPU less time than launching our kernels takes
-# Python: at the 4.5 TB/s of an H200, 7 microseconds.
-_LAUNCH_BOUND_BYTES = 32 << 20
-
-
-def _is_launch_bound(key: Tensor, plan: plans.Plan, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Whether a decoding step is left to torch's operator, which C++ launches: few keys, none hidden."""
-    return (
-        plan.is_full
-        and (plan.window is None or plan.window >= plan.num_slots)
-        and softcap is None
-        and sinks is None
-        and 2 * key.nbytes < _LAUNCH_BOUND_BYTES
-    )
-
-
-def _has_kernel(module: torch.nn.Module, query: Tensor, value: Tensor) -> bool:
-    head_dim = query.shape[3]
-    if head_dim <= MAX_HEAD_DIM and value.shape[3] == head_dim:
-        return True
-    say_once(
-        f"octavo: {type(module).__name__} runs as sdpa: no kernel for head dimensions of {head_dim} in "
-        f"queries and {value.shape[3]} in values (equal, and at most {MAX_HEAD_DIM})"
-    )
-    return False
+    return plans.of_mask(mask, num_queries, num_slots, window) if plans.is_plan(mask) else None

@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import masking_utils
 
@@ -68,29 +70,32 @@ def octavo_mask(
             say_once("octavo: masks other than causal and sliding ones are made dense and computed by sdpa")
         return dense()
     num_keys = q_offset + q_length - kv_offset
-    leftpad = None
+    padding = None
     if attention_mask is not None:
-        seen = attention_mask[:, kv_offset : kv_offset + kv_length]
-        first = torch.where(seen.any(-1), seen.int().argmax(-1), seen.shape[1])
-        last = seen.shape[1] - seen.flip(-1).int().argmax(-1)
-        total = seen.sum(-1)
-        at_the_ends = (total == last - first) | (total == 0)
-        # One wait for the device in a forward, which sdpa's mask takes, too.
-        is_at_the_ends, is_padded = torch.stack([at_the_ends.all(), first.any()]).tolist()
-        if not is_at_the_ends:
+        # One copy to the host in a forward, and a wait for it; sdpa's mask waits, too.
+        padding = _left_padding(attention_mask[:, kv_offset : kv_offset + kv_length].cpu().numpy())
+        if padding is None:
             say_once("octavo: padding between tokens (was the prompt padded on the right?) goes to sdpa")
             return dense()
-        leftpad = first if is_padded else None
-    if leftpad is None and isinstance(num_keys, int):
+    if not padding and isinstance(num_keys, int):
         return plans.unpadded(batch_size, q_length, num_keys, kv_length, window, device)
-
-    rows = plans.make_rows(batch_size, q_length, num_keys, device)
-    if leftpad is not None:
-        rows[0, 0, 1, 1:] -= leftpad.cumsum(0)
-        rows[0, 0, 2, :-1] = leftpad
+    rows = plans.make_rows(batch_size, q_length, num_keys, device, padding or ())
     max_keys = num_keys if isinstance(num_keys, int) else kv_length
-    is_padded = leftpad is not None
-    return plans.as_mask(plans.Plan(rows, q_length, kv_length, max_keys, window, is_padded=is_padded))
+    return plans.as_mask(plans.Plan(rows, q_length, kv_length, max_keys, window, is_padded=bool(padding)))
+
+
+def _left_padding(seen: NDArray[np.bool_]) -> tuple[int, ...] | None:
+    """How many tokens of padding each row (B, T) begins with, all of it in a row without a token.
+
+    () where no row begins with padding, None where some row has padding between tokens.
+    """
+    first = seen.argmax(1)
+    if np.count_nonzero(seen) != seen.size - first.sum():  # some row has padding on its right, or no token
+        totals = seen.sum(1)
+        if not all(row[i : i + n].all() for row, i, n in zip(seen, first, totals, strict=True)):
+            return None
+        first[totals == 0] = seen.shape[1]
+    return tuple(first.tolist()) if first.any() else ()
 
 
 def _is_capturing(device: torch.device) -> bool:

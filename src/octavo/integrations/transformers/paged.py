@@ -23,8 +23,7 @@ from octavo.errors import UnsupportedKernelConfig
 from octavo.integrations.transformers.stock import needs_gradients
 from octavo.kernels import flash_attn_varlen_func, write_kv_cache
 from octavo.kernels.checks import MAX_HEAD_DIM
-
-_SHORT = 8  # more rows than that, and a sequence is another kernel's
+from octavo.kernels.triton import SHORT
 
 
 def attend(
@@ -55,7 +54,8 @@ def attend(
     """query (1, H, T, D), key and value (1, KVH, T or what `update` returned, D); returns (1, T, H, D).
 
     Raises:
-        UnsupportedKernelConfig: gradients are needed, or no kernel has these head dimensions.
+        UnsupportedKernelConfig: gradients are needed, no kernel has these head dimensions, or keys and values
+            are of two dtypes, as autocast leaves them.
     """
     if needs_gradients(query, key, value, sinks):
         raise UnsupportedKernelConfig(
@@ -68,6 +68,12 @@ def attend(
             f"attn_implementation='octavo': {type(module).__name__} has head dimensions of {head_dim} in "
             f"queries and {value.shape[3]} in values, expected equal ones of at most {MAX_HEAD_DIM}. Use "
             "attn_implementation='sdpa' for continuous batching of this model."
+        )
+    if key.dtype != value.dtype:
+        raise UnsupportedKernelConfig(
+            f"attn_implementation='octavo': {type(module).__name__} has keys of {key.dtype} and values of "
+            f"{value.dtype}, expected one dtype over packed sequences. Load the model in the dtype that is "
+            "wanted, without torch.autocast, or use attn_implementation='sdpa'."
         )
     layer: int = getattr(module, "layer_idx", 0)
     longest_q: Any = max_seqlen_q if max_length_q is None else max_length_q
@@ -94,7 +100,7 @@ def attend(
             q, k_cache, v_cache, cu_seqlens_q, cu_seqlens_k, 1, longest_k, block_table=block_table, **options
         )
         return out[None]
-    if cu_seqlens_q.shape[0] == 2 and q.shape[0] > _SHORT:
+    if cu_seqlens_q.shape[0] == 2 and q.shape[0] > SHORT:
         # Rows of a graph may be padded, and a lone sequence that is short is then the other kernel's.
         cu_seqlens_q = torch.cat([cu_seqlens_q, cu_seqlens_q[1:]])
         cu_seqlens_k = torch.cat([cu_seqlens_k, cu_seqlens_k[1:]])

@@ -30,7 +30,10 @@ class Plan:
 
     The last row stands on the last key. `rows` is the tensor drawn above. `window`: keys a row sees, itself
     included; None = all. `max_keys`: an upper bound of the key lengths. `is_full`: there is no padding, and
-    every slot holds a key. Nothing is changed after it was made.
+    every slot holds a key. None of these changes.
+
+    What the layers of a forward share is added as they come: `calls`, where attention keeps what it worked
+    out, by the layout of its tensors; where runs of keys begin; the dense mask.
     """
 
     def __init__(
@@ -46,14 +49,15 @@ class Plan:
         is_full: bool = False,
     ) -> None:
         self.rows = rows
-        self.cu_seqlens_q, self.cu_seqlens_k = rows[0, 0, 0], rows[0, 0, 1]
-        self.leftpad = rows[0, 0, 2, :-1] if is_padded else None
+        self.cu_seqlens_q, self.cu_seqlens_k, padding = rows.view(3, -1).unbind()
+        self.leftpad = padding[:-1] if is_padded else None
         self.num_queries = num_queries
         self.num_slots = num_slots
         self.max_keys = max_keys
         self.window = window
         self.is_causal = is_causal
         self.is_full = is_full
+        self.calls: dict[tuple[Any, ...], Callable[..., Tensor | None]] = {}
         self._runs: dict[int, Tensor] = {}
         self._dense: Tensor | None = None
 
@@ -66,7 +70,8 @@ class Plan:
         """(B, 1) int32: where each sequence's keys begin, in a cache with sequences that far apart."""
         found = self._runs.get(rows_apart)
         if found is None:
-            rows = torch.arange(self.batch, dtype=torch.int32, device=self.cu_seqlens_q.device) * rows_apart
+            end, device = max(1, self.batch * rows_apart), self.cu_seqlens_q.device
+            rows = torch.arange(0, end, max(1, rows_apart), dtype=torch.int32, device=device)
             found = (rows if self.leftpad is None else rows + self.leftpad)[:, None]
             self._runs[rows_apart] = found
         return found
@@ -163,12 +168,14 @@ def from_rows(
     return Plan(mask, num_queries, num_slots, num_slots, window, is_padded=True, is_causal=is_causal)
 
 
-def make_rows(batch: int, num_queries: int, num_keys: int | Tensor, device: torch.device) -> Tensor:
-    """The tensor of a batch without padding, in one launch."""
-    by_query, by_key = _remembered(_template, device)(batch, num_queries, device)
+def make_rows(
+    batch: int, num_queries: int, num_keys: int | Tensor, device: torch.device, padding: tuple[int, ...] = ()
+) -> Tensor:
+    """The tensor of a batch whose sequences have that much left padding each, in one launch."""
+    fixed, by_key = _remembered(_template, device)(batch, num_queries, padding, device)
     if isinstance(num_keys, int):
-        return torch.add(by_query, by_key, alpha=num_keys)
-    return (by_query + by_key * num_keys).to(torch.int32)
+        return torch.add(fixed, by_key, alpha=num_keys)
+    return (fixed + by_key * num_keys).to(torch.int32)
 
 
 def unpadded(
@@ -183,8 +190,11 @@ def unpadded(
     """The plan, as a mask, of a batch without padding whose lengths the host knows."""
     made = _remembered(_unpadded, device)
     plan = made(batch, num_queries, num_keys, num_slots, window, device, is_causal)
-    # A copy for each mask: the dense matrix that somebody may ask it for is freed with the mask.
-    return as_mask(plan if torch.compiler.is_compiling() else copy.copy(plan))
+    if not torch.compiler.is_compiling():
+        # A copy for each mask: the calls and the dense matrix that are kept with it are freed with the mask.
+        plan = copy.copy(plan)
+        plan.calls = {}
+    return as_mask(plan)
 
 
 def _remembered(make: _Make, device: torch.device) -> _Make:
@@ -200,11 +210,21 @@ def _memory(make: Callable[..., Any], is_inference: bool) -> Callable[..., Any]:
     return functools.lru_cache(maxsize=16)(make)
 
 
-def _template(batch: int, num_queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _template(
+    batch: int, num_queries: int, padding: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The rows without a key, and what a key more adds to them."""
     count = torch.arange(batch + 1, dtype=torch.int32, device=device)
     zeros = torch.zeros_like(count)
-    by_query = torch.stack([count * num_queries, zeros, zeros])[None, None]
-    return by_query, torch.stack([zeros, count, zeros])[None, None]
+    less, left = zeros, zeros
+    if padding:
+        # From pinned memory, or the host would wait for what the device still has to do.
+        is_cuda = device.type == "cuda"
+        left = torch.tensor([*padding, 0], dtype=torch.int32, pin_memory=is_cuda)
+        left = left.to(device, non_blocking=is_cuda)
+        less = (left - left.cumsum(0)).int()
+    fixed = torch.stack([count * num_queries, less, left])[None, None]
+    return fixed, torch.stack([zeros, count, zeros])[None, None]
 
 
 def _unpadded(

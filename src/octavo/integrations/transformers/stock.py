@@ -21,15 +21,18 @@ def needs_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def decode(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """sdpa of one new token that sees every key: torch's operator, and no more Python than that.
+class Decode:
+    """sdpa of one new token that sees every key: torch's operator, and no more Python than that."""
 
-    query (B, H, 1, D) over key and value (B, KVH, T, D); returns (B, 1, H, D).
-    """
-    out = functional.scaled_dot_product_attention(
-        query, key, value, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out.transpose(1, 2).contiguous()
+    def __init__(self, scaling: float | None, *, is_grouped: bool) -> None:
+        self._options: dict[str, Any] = {"scale": scaling}
+        if is_grouped:
+            self._options["enable_gqa"] = True
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, _: None = None) -> Tensor:
+        """q (B, H, 1, D) over k and v (B, KVH, T, D); returns (B, 1, H, D)."""
+        out = functional.scaled_dot_product_attention(q, k, v, **self._options)
+        return out.transpose(1, 2).contiguous()
 
 
 def attend(

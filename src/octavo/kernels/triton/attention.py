@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.known_calls import prepared_by
-from octavo.kernels.triton import decode, is_interpreted, on_device_of, prefill
+from octavo.kernels.triton import decode, is_interpreted, on_device_of, on_its_device, prefill
 from octavo.kernels.triton.attention_arguments import arguments
 from octavo.kernels.triton.tiles import SHORT
 
@@ -96,7 +96,7 @@ def prepare(
     """
     takes_short, longest = _division(q, cu_seqlens_q, max_seqlen_q)
     if not takes_short or options["batch_invariant"]:
-        return varlen_attention
+        return on_its_device(varlen_attention)
     told = {name: x for name, x in options.items() if name != "batch_invariant"}
     short = decode.prepare(arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, **told), longest, max_seqlen_k)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.errors import shown
 from octavo.kernels import checks
-from octavo.kernels.triton import SHORT, hashing_of_triton, is_interpreted, unfit_reason
+from octavo.kernels.triton import SHORT, hashing_of_triton, is_interpreted, unfit_reason, warm_up_shared
 from octavo.kernels.triton.monitor import watch
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def warm_up(
     vocab_size: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     logprobs: bool = True,
+    shared_prefixes: bool = False,
 ) -> list[Made]:
     """Launch every kernel that a model of these dimensions uses, in all its variants, on tensors of its own.
 
@@ -76,6 +77,7 @@ def warm_up(
             kernel of its own), and without log probabilities in float32, too. None leaves that kernel out, as
             with the two sizes above.
         logprobs: whether sample is asked for log probabilities, too.
+        shared_prefixes: decode steps read common keys once, in layers without a window.
 
     Returns:
         What had to be compiled or loaded from disk, for the log.
@@ -93,7 +95,7 @@ def warm_up(
         max_num_seqs, max_num_batched_tokens, max_model_len,
         head_dim if rotary_dim is None else rotary_dim, interleaved, qk_norm, tuple(window_sizes), softcap,
         sinks, alibi, scales, batch_invariant, hidden_size, intermediate_size, vocab_size, logits_dtype,
-        logprobs,
+        logprobs, shared_prefixes,
     )  # fmt: skip
     hashing_of_triton().join()  # each thread would do it anew
     with watch() as made, torch.inference_mode():
@@ -148,6 +150,7 @@ class ModelShape:
     vocab_size: int | None
     logits_dtype: torch.dtype
     logprobs: bool = True
+    shared_prefixes: bool = False
 
     def token_counts(self) -> list[int]:
         """Every power of two, and the largest step."""
@@ -230,11 +233,15 @@ def _rounds(model: ModelShape) -> Iterator[list[Job]]:
     yield [
         *_sampling(model),
         *(job for window in model.window_sizes for job in _first_attention(model, window)),
+        *warm_up_shared.parts(model),
         functools.partial(_write, model),
         functools.partial(_small, model),
         *_products(model),
     ]
-    yield [job for window in model.window_sizes for job in _all_attention(model, window)]
+    yield [
+        *(job for window in model.window_sizes for job in _all_attention(model, window)),
+        *warm_up_shared.steps(model),
+    ]
 
 
 def _sampling(model: ModelShape) -> Iterator[Job]:

@@ -1,0 +1,75 @@
+"""The queue before the engine, as the front counts it: what waits, if more has room, when to ask again.
+
+What waits for a thread that reads its text counts like what waits for the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+from octavo.errors import OverloadedError
+from octavo.serve.settings import ServeSettings
+
+_MAX_RETRY_AFTER_S: Final = 60.0
+
+
+class WaitingRoom:
+    """Its limits are the settings' `max_waiting_requests` and `max_waiting_tokens`.
+
+    `num_requests`: how many have not left the engine's queue yet; texts do not count here. `last_wait_s`: how
+    long the one that left last had been in it.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self.num_requests = 0
+        self.last_wait_s = 1.0
+        self._num_tokens = 0
+        self._num_texts = 0
+        self._num_text_tokens = 0
+
+    def check(self, num_requests: int, num_tokens: int) -> None:
+        """OverloadedError when so many requests with so many prompt tokens have no room now.
+
+        Among no others any number of tokens has: a text's is only a guess, and must not be refused for ever.
+        """
+        settings = self._settings
+        num_waiting = self.num_requests + self._num_texts
+        num_waiting_tokens = self._num_tokens + self._num_text_tokens
+        if num_waiting + num_requests > settings.max_waiting_requests:
+            what = f"{num_waiting} requests are waiting, of at most {settings.max_waiting_requests} "
+            what += "(max_waiting_requests)"
+        elif num_waiting and num_waiting_tokens + num_tokens > settings.max_waiting_tokens:
+            what = (
+                f"{num_waiting_tokens} prompt tokens are waiting and {num_tokens} more came; at most "
+                f"{settings.max_waiting_tokens} may wait (max_waiting_tokens)"
+            )
+        else:
+            return
+        retry_after_s = min(max(self.last_wait_s, 1.0), _MAX_RETRY_AFTER_S)
+        raise OverloadedError(
+            f"the server is busy: {what}; try again in {retry_after_s:.0f} s", retry_after_s
+        )
+
+    def enter(self, num_tokens: int) -> None:
+        """A request with so many prompt tokens waits for the engine, whether there was room or not."""
+        self.num_requests += 1
+        self._num_tokens += num_tokens
+
+    def leave(self, num_tokens: int) -> None:
+        """It does so no longer."""
+        self.num_requests -= 1
+        self._num_tokens -= num_tokens
+
+    @contextlib.contextmanager
+    def text(self, num_tokens: int) -> Iterator[None]:
+        """A text of about so many tokens is being read, until the block is left."""
+        self._num_texts += 1
+        self._num_text_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self._num_texts -= 1
+            self._num_text_tokens -= num_tokens
