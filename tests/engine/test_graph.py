@@ -355,8 +355,9 @@ def test_graphs_that_were_made_before_one_fails_are_let_go_of(
     assert outputs(engine, requests_for(engine, PLAIN)) == expected
 
 
+@pytest.mark.parametrize(("must_share", "level"), [(False, logging.INFO), (True, logging.WARNING)])
 def test_without_those_that_share_the_others_serve(
-    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture, must_share: bool, level: int
 ) -> None:
     made: list[weakref.ref[Any]] = []
 
@@ -375,13 +376,18 @@ def test_without_those_that_share_the_others_serve(
     eager = engine_for(loaded, None, max_num_seqs=9)
     expected = outputs(eager, prompts(eager))
     engine = engine_for(loaded, None, max_num_seqs=9)
+    caplog.set_level(logging.INFO, logger="octavo")
     caplog.clear()
     capture = AllButTheLast()
-    capture.serve(engine, Sharing(1, 4, 8, 1))
-    assert [record.getMessage() for record in caplog.records] == [
-        "no CUDA graph for 8 rows that share keys (OutOfMemoryError: no room); "
-        "cascade_attention has no effect"
+    capture.serve(engine, Sharing(1, 4, 8, 1), must_share=must_share)
+    assert [(record.levelno, record.getMessage()) for record in caplog.records[:-1]] == [
+        (
+            level,
+            "no CUDA graph for 8 rows that share keys (OutOfMemoryError: no room); "
+            "cascade_attention has no effect",
+        )
     ]
+    assert caplog.records[-1].getMessage().startswith("10 graphs of decode steps captured")
     assert [ref() is not None for ref in made] == [True] * 10 + [False]
     graphs = engine.runner._graphs
     assert graphs is not None
