@@ -6,7 +6,8 @@ import gc
 import logging
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from octavo.config import EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
-from octavo.engine.graph import BAD_LOGITS, bucket_sizes, is_plain
+from octavo.engine.graph import BAD_LOGITS, CudaCapture, bucket_sizes, is_plain
 from octavo.engine.request import Request
 from octavo.engine.sampler import Sampler
 from octavo.engine.sampling_plan import SamplingPlan, kernel_row
@@ -450,3 +451,44 @@ def test_changes_that_did_not_arrive_are_sent_again(
             batches.update(copy)
     batches.update(copy)
     assert copy.tolist() == [[5, 3, -1], [8, -1, -1]]
+
+
+def test_a_capture_that_breaks_off_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's context manager ends a capture, which then raises, before it gives the stream back."""
+    current = ["the engine's"]
+
+    @contextmanager
+    def stream(wanted: Any) -> Iterator[None]:
+        before, current[:] = current[:], [wanted]
+        try:
+            yield
+        finally:
+            current[:] = before
+
+    class Capturing:
+        def __init__(self, made: Any, pool: Any, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            current[:] = [self.stream]
+
+        def __exit__(self, *error: object) -> None:
+            raise RuntimeError("the capture is void")
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None: ...
+
+    played = {"Stream": lambda device: Stream("its own"), "stream": stream, "graph": Capturing}
+    played |= {"CUDAGraph": object, "current_stream": lambda device: Stream(current[0])}
+    for name, value in played.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    seen: list[str] = []
+
+    def step() -> torch.Tensor:
+        seen.append(current[0])
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="the capture is void"):
+        CudaCapture(torch.device("cuda"))(step)
+    assert seen == ["its own", "its own"]
+    assert current == ["the engine's"]

@@ -86,13 +86,14 @@ class CudaCapture:
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         cuda: Any = torch.cuda
-        stream = self._stream
-        stream.wait_stream(cuda.current_stream(self._device))
+        stream, current = self._stream, cuda.current_stream(self._device)
+        stream.wait_stream(current)
         with cuda.stream(stream):
             step()  # whatever a first call loads or allocates for good
-        cuda.current_stream(self._device).wait_stream(stream)
+        current.wait_stream(stream)
         graph = cuda.CUDAGraph()
-        with cuda.graph(graph, pool=self._pool, stream=stream):
+        # Where a capture breaks off, `cuda.graph` alone leaves its stream the current one.
+        with cuda.stream(current), cuda.graph(graph, pool=self._pool, stream=stream):
             result = step()
         self._pool = self._pool or graph.pool()
         return graph.replay, result
