@@ -35,7 +35,7 @@ from octavo.kernels.decode_rows import finish_decode, prepare_decode
 from octavo.kernels.sampling import sample
 from octavo.kernels.shared_prefixes import attend_shared, find_shared_prefixes
 
-BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16, FP32, FP8, INT8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8
 Call = Callable[[], object]
 
 
@@ -47,6 +47,7 @@ def attend(
     block_size: int = 16,
     dtype: torch.dtype = BF16,
     cache_dtype: torch.dtype | None = None,
+    one_scale: bool = False,
     **options: Any,
 ) -> Call:
     num_heads, kv_heads = heads
@@ -59,7 +60,7 @@ def attend(
     else:
         cache = torch.zeros(sum(lens_k), kv_heads, head_dim).to(dtype)
     if cache_dtype is not None:
-        scales = torch.ones(cache.shape[:3])
+        scales = torch.ones(1 if one_scale else cache.shape[:3])
         options |= {"k_scale": scales, "v_scale": scales}
     sums = [
         torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in (lens_q, lens_k)
@@ -173,6 +174,9 @@ MANY = ([1] * 32, [1024] * 32)
 SOME: dict[str, Call] = {
     "decode 16/8/128": attend(*MANY),
     "decode 16/8/128 fp8": attend(*MANY, cache_dtype=FP8),
+    "decode 16/8/128 fp8 one scale": attend(*MANY, cache_dtype=FP8, one_scale=True),
+    "decode 16/8/128 int8": attend(*MANY, cache_dtype=INT8),
+    "decode 16/8/128 int8 one scale": attend(*MANY, cache_dtype=INT8, one_scale=True),
     "prefill 16/8/128": attend(*LONG),
     "prefill 16/8/256": attend(*LONG, head_dim=256),
     "prefill 16/8/128 fp8": attend(*LONG, cache_dtype=FP8),
@@ -189,6 +193,16 @@ ALL: dict[str, Call] = SOME | {
     "decode 8/1/128 block 64": attend(*MANY, heads=(8, 1), block_size=64),
     "decode 32/8/128 q4": attend([4] * 8, [8192] * 8, heads=(32, 8)),
     "decode 16/2/256": attend(*MANY, heads=(16, 2), head_dim=256),
+    "decode 8/1/128 fp8 block 64": attend(*MANY, heads=(8, 1), block_size=64, cache_dtype=FP8),
+    "decode 8/1/128 fp8 block 64 one scale": attend(
+        *MANY, heads=(8, 1), block_size=64, cache_dtype=FP8, one_scale=True
+    ),
+    "decode 8/1/128 int8 block 64": attend(*MANY, heads=(8, 1), block_size=64, cache_dtype=INT8),
+    "decode 4/2/80 int8 window": attend(
+        *MANY, heads=(4, 2), head_dim=80, cache_dtype=INT8, window_size=(100, 0)
+    ),
+    "decode 4/2/64 fp8 softcap": attend(*MANY, heads=(4, 2), head_dim=64, cache_dtype=FP8, softcap=30.0),
+    "decode 16/8/128 fp8 q4": attend([4] * 8, [8192] * 8, cache_dtype=FP8),
     "decode 4/2/80 options": attend(*MANY, heads=(4, 2), head_dim=80, window_size=(100, 0), softcap=30.0),
     "decode 16/8/128 invariant": attend(*MANY, batch_invariant=True),
     "prefill 9/3/64": attend(*LONG, heads=(9, 3), head_dim=64),

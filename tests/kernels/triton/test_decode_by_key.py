@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers.attention_cases import Case, Inputs, assert_within_ratio, attend_one, attention, prepare
 
-from octavo.kernels.triton import decode, decode_by_key
+from octavo.kernels.triton import decode
+from octavo.kernels.triton.decode_tuning import TUNING
 from octavo.kernels.triton.launch import Prepared
+from octavo.kernels.triton.tuning import Parameters
 
 pytestmark = pytest.mark.usefixtures("triton_room")
 
@@ -23,10 +26,10 @@ Use = Callable[..., None]
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Use:
-    """Sets parameters: by default two warps with 16 keys each, and ranges as short as a tile."""
+    """Sets parameters: by default one warp with two blocks of 16 keys, and ranges as short as a tile."""
 
     def set_parameters(**changes: int) -> None:
-        short = {"BLOCK_N": 32, "num_warps": 2, "LEAST_KEYS": 16, "PROGRAMS": 4, "BY_KEY": 1, **changes}
+        short = {"BLOCK_N": 32, "num_warps": 1, "LEAST_KEYS": 16, "PROGRAMS": 4, **changes}
         monkeypatch.setattr(decode, "parameters", lambda *asked: {**asked[-1], **short})
 
     set_parameters()
@@ -35,7 +38,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """BY_KEY of each launch."""
+    """BY_KEY of each launch: the warps, 0 by query."""
     made: list[int] = []
 
     class Watched(Prepared):
@@ -67,15 +70,35 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Parameters]]:
+    """Of each launch, the key in the table and the defaults."""
+    found: list[tuple[str, Parameters]] = []
+
+    def note(kernel: str, device: torch.device, key: str, default: Parameters) -> Parameters:
+        found.append((key, default))
+        return default
+
+    monkeypatch.setattr(decode, "parameters", note)
+    return found
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_exact_attention(case: Case, use: Use, chosen: list[int]) -> None:
+def test_two_blocks_of_a_warp_agree_with_exact_attention(case: Case, use: Use, chosen: list[int]) -> None:
+    prepare(case, "cpu").check()
+    assert chosen == [1]
+
+
+@pytest.mark.parametrize("case", [CASES[at] for at in (0, 3, 4, 5, 7, 8, 14)], ids=str)
+def test_a_block_of_a_warp_agrees_with_exact_attention(case: Case, use: Use, chosen: list[int]) -> None:
+    use(num_warps=2)
     prepare(case, "cpu").check()
     assert chosen == [2]
 
 
 @pytest.mark.parametrize(
     ("keys", "warps", "block_size"),
-    [(16, 1, 32), (64, 4, 16), (64, 2, 64), (64, 2, 16), (128, 2, 32)],
+    [(16, 1, 32), (64, 4, 16), (64, 2, 64), (64, 2, 32), (64, 2, 16), (128, 2, 32)],
     ids=str,
 )
 def test_any_number_of_warps_and_keys(
@@ -87,19 +110,12 @@ def test_any_number_of_warps_and_keys(
     assert chosen == [warps]
 
 
-@pytest.mark.parametrize("case", [CASES[at] for at in (0, 3, 4, 5, 7, 8, 14)], ids=str)
-def test_two_blocks_of_a_warp_agree_with_exact_attention(case: Case, use: Use, chosen: list[int]) -> None:
-    use(num_warps=1)
-    prepare(case, "cpu").check()
-    assert chosen == [1]
-
-
 def test_one_scale_in_memory(use: Use, chosen: list[int]) -> None:
     inputs = prepare(Case((1, 2), (70, 33), cache_dtype=FP8, scales="tensor"), "cpu")
     scales = {name: torch.tensor([inputs.arguments[name]]) for name in ("k_scale", "v_scale")}
     inputs.arguments |= scales
     inputs.check()
-    assert chosen == [2]
+    assert chosen == [1]
 
 
 def test_places_of_values_and_scales_may_differ_from_those_of_keys(use: Use, chosen: list[int]) -> None:
@@ -112,7 +128,7 @@ def test_places_of_values_and_scales_may_differ_from_those_of_keys(use: Use, cho
     again, lse_again = inputs.run()
     assert torch.equal(again, out)
     assert torch.equal(lse_again, lse)
-    assert set(chosen) == {2}
+    assert set(chosen) == {1}
 
 
 def test_padding_on_the_left_is_not_seen(use: Use, chosen: list[int]) -> None:
@@ -126,7 +142,7 @@ def test_padding_on_the_left_is_not_seen(use: Use, chosen: list[int]) -> None:
         )
         rows = slice(0, 2) if b == 0 else slice(2, 3)
         assert_within_ratio(out[rows], exact, plain, strict=False)
-    assert chosen == [2]
+    assert chosen == [1]
 
 
 def run_padded(inputs: Inputs, padding: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,33 +183,105 @@ def test_the_other_form_answers_alike(use: Use) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "parameters"),
+    ("scales", "block_size", "key", "programs", "registers"),
     [
-        (Case((1, 2), (40, 9)), {}),  # 16 bits
-        (Case((1, 1), (40, 9), dtype=torch.float32, cache_dtype=FP8, scales="token"), {}),
-        (Case((1, 5), (40, 9), cache_dtype=FP8), {}),  # ten rows
-        (Case((1, 1), (40, 9), cache_dtype=FP8, heads=(9, 1)), {}),
-        (Case((1, 2), (40, 9), cache_dtype=FP8, softcap=2.0), {}),
-        (Case((1, 2), (40, 9), cache_dtype=FP8, alibi="head"), {}),
-        (Case((1, 2), (40, 9), cache_dtype=FP8, block_size=8), {}),
-        (Case((1, 2), (40, 9), cache_dtype=FP8, head_dim=20, heads=(2, 1)), {}),  # rows of 20 bytes
-        (Case((1, 2), (40, 9), cache_dtype=FP8), {"BLOCK_N": 64, "num_warps": 1}),  # four blocks of a warp
-        (Case((1, 2), (40, 9), cache_dtype=FP8), {"num_warps": 4}),
-        (Case((1, 2), (40, 9), cache_dtype=FP8), {"BY_KEY": 0}),
+        ("none", 16, "bs16", 4, 200),
+        ("tensor", 16, "bs16", 4, 200),
+        ("token", 16, "bs16 scales", 5, 168),
+        ("token", 64, "bs64 scales", 4, 200),
     ],
-    ids=str,
 )
-def test_what_it_does_not_serve_takes_the_other_form(
-    case: Case, parameters: dict[str, int], use: Use, chosen: list[int]
+def test_what_bytes_take_by_default(
+    scales: str, block_size: int, key: str, programs: int, registers: int, asked: list, chosen: list[int]
 ) -> None:
-    use(**parameters)
+    case = Case((1, 4), (150, 20), cache_dtype=FP8, scales=scales, block_size=block_size, head_dim=128)
+    for dtype, name in ((FP8, "fp8"), (INT8, "int8")):
+        prepare(
+            replace(case, cache_dtype=dtype, scales="token" if key.endswith("scales") else "tensor"), "cpu"
+        ).check()
+        ((found, given),) = asked
+        assert found == f"M8 G2 D128 bf16 {name} {key}"
+        assert [given[one] for one in ("BLOCK_N", "num_warps", "num_stages")] == [64, 2, 3]
+        assert [given[one] for one in ("PROGRAMS", "maxnreg")] == [programs, registers]
+        assert chosen == [2]
+        asked.clear()
+        chosen.clear()
+
+
+SERVED = Case((1, 2), (40, 9), cache_dtype=FP8, scales="token")
+NOT_SERVED = {
+    "16 bits": replace(SERVED, cache_dtype=None, scales="none"),
+    "float32": replace(SERVED, dtype=torch.float32),
+    "ten rows of a draft": replace(SERVED, lens_q=(1, 5)),
+    "nine heads": replace(SERVED, heads=(9, 1), lens_q=(1, 1)),
+    "softcap": replace(SERVED, softcap=2.0),
+    "ALiBi": replace(SERVED, alibi="head"),
+    "blocks of 8": replace(SERVED, block_size=8),
+    "rows of 72 bytes": replace(SERVED, head_dim=72, heads=(2, 1)),
+    "heads of 32": replace(SERVED, head_dim=32),
+    "heads of 160": replace(SERVED, head_dim=160),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_what_it_does_not_serve_takes_the_other_form_and_its_parameters(
+    case: Case, asked: list, chosen: list[int]
+) -> None:
+    prepare(SERVED, "cpu").check()
     prepare(case, "cpu").check()
+    assert chosen == [2, 0]
+    (served, _), (key, given) = asked
+    assert served == "M8 G2 D64 bf16 fp8 bs16 scales"
+    assert key.startswith("M16 ")
+    assert not key.endswith("scales")
+    assert (given["BY_KEY"], given["num_warps"]) == (0, 4)
+    assert given["maxnreg"] == (0 if key.startswith(("M16 G2 D64 bf16 bs", "M16 G2 D64 fp32")) else 128)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_odd_places_of_either_cache_take_the_other_form(name: str, asked: list, chosen: list[int]) -> None:
+    """Blocks or slots 8 bytes further apart than a multiple of 16."""
+    inputs = prepare(SERVED, "cpu")
+    cache = inputs.arguments[name]
+    wide = torch.zeros(*cache.shape[:2], 136).to(cache.dtype)
+    wide[..., :128].view(torch.uint8).copy_(cache.flatten(2).view(torch.uint8))
+    inputs.arguments[name] = wide[..., :128].unflatten(2, (2, 64))
+    inputs.check()
+    assert chosen == [0]
+    assert asked[0][0] == "M16 G2 D64 bf16 fp8 bs16"
+
+
+def test_keys_in_one_run_take_the_other_form(asked: list, chosen: list[int]) -> None:
+    inputs = prepare(replace(SERVED, block_size=512), "cpu")
+    inputs.arguments["block_table"] = inputs.arguments["block_table"][:, :1].contiguous()
+    inputs.check()
+    assert chosen == [0]
+    assert asked[0][0] == "M16 G2 D64 bf16 fp8 bs0"
+
+
+def test_other_makers_gpus_take_the_other_form(
+    asked: list, chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    prepare(SERVED, "cpu").check()
+    assert chosen == [0]
+    assert asked[0][0] == "M16 G2 D64 bf16 fp8 bs16"
+
+
+def test_a_table_may_choose_the_other_form(use: Use, chosen: list[int]) -> None:
+    use(BY_KEY=0)
+    prepare(SERVED, "cpu").check()
     assert chosen == [0]
 
 
-def test_it_is_what_one_byte_takes_by_default(chosen: list[int]) -> None:
-    assert decode_by_key.COLUMNS == 8
-    for dtype, expected in ((FP8, 4), (INT8, 4), (torch.bfloat16, 0)):
-        scales = "none" if dtype == torch.bfloat16 else "token"
-        prepare(Case((1, 1), (70, 20), cache_dtype=dtype, scales=scales, head_dim=128), "cpu").check()
-        assert chosen.pop() == expected
+@pytest.mark.parametrize("case", TUNING.cases[::3], ids=lambda case: case["key"])
+def test_what_is_tuned_is_what_such_calls_look_up(case: Any, asked: list) -> None:
+    heads, kv_heads, head_dim, dtype, block_size, has_scales = case["model"]
+    call = Case((1,), (20,), (heads, kv_heads), head_dim, block_size=block_size)
+    if dtype != torch.bfloat16:
+        call = replace(call, cache_dtype=dtype, scales="token" if has_scales else "tensor")
+    prepare(call, "cpu").check()
+    assert asked == [(case["key"], case["default"])]
+    assert case["default"] in case["space"]
+    by_key = {one["BY_KEY"] for one in case["space"]}
+    assert by_key == ({0, 1} if case["key"].startswith("M8 ") else {0})

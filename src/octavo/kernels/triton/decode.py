@@ -39,10 +39,10 @@ from octavo.kernels.triton.attention_arguments import (
     UNSPECIALISED,
     arguments,
     num_processors,
-    shape_key,
     tensors_of,
 )
 from octavo.kernels.triton.decode_invariant import decode_invariant
+from octavo.kernels.triton.decode_parameters import key_and_defaults, query_rows
 from octavo.kernels.triton.decode_tiles import NOTHING
 from octavo.kernels.triton.launch import Prepared, direct
 from octavo.kernels.triton.launch import options as launch_options
@@ -146,19 +146,18 @@ def _decode(
                 k_scale_head = k_scale + head * k_scale_stride_head
             if V_SCALES == 2:
                 v_scale_head = v_scale + head * v_scale_stride_head
-            if BLOCK_SIZE == 0:
-                if block_table is not None:
-                    run = tl.load(block_table + b.to(tl.int64) * table_stride, mask=k_len > first, other=0)
-                    run = run.to(tl.int64)
-                    base = tl.zeros([], tl.int64)
-                else:
-                    run = tl.zeros([], tl.int64)
-                    base = k_begin.to(tl.int64)
             table_row = None
+            run = None
+            base = None
             if BLOCK_SIZE > 0:
                 table_row = block_table + b.to(tl.int64) * table_stride
-                run = None
-                base = None
+            elif block_table is not None:
+                run = tl.load(block_table + b.to(tl.int64) * table_stride, mask=k_len > first, other=0)
+                run = run.to(tl.int64)
+                base = tl.zeros([], tl.int64)
+            else:
+                run = tl.zeros([], tl.int64)
+                base = k_begin.to(tl.int64)
             strides = (
                 k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
                 k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
@@ -300,12 +299,10 @@ def decode_attention(
 
 def prepare(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int) -> Callable[..., None]:
     """Both launches, as `prepare_launches` makes them, for the bounds of a call, not batch-invariant."""
-    q, k = facts["q"], facts["k"]
     longest = min(max_seqlen_q, tiles.SHORT)
     # Beside prompts, sequences of this kernel mostly have one row, and tiles for more would be slower.
     together = longest if max_seqlen_q <= tiles.SHORT else 1
-    key = parameters_key(q, k, facts["BLOCK_SIZE"], together)
-    given = parameters("decode_attention", q.device, key, default_parameters(q, k, together))
+    given = parameters("decode_attention", facts["q"].device, *key_and_defaults(facts, together))
     return prepare_launches(facts, longest, together, max_seqlen_k, given)
 
 
@@ -323,10 +320,8 @@ def prepare_launches(
     """
     device, batch, num_kv_heads = facts["q"].device, facts["batch"], facts["NUM_KV_HEADS"]
     packed = longest * facts["GROUP"]
-    block_m, block_n = _block_m(facts["q"], facts["k"], together), given["BLOCK_N"]
-    by_key = 0
-    if given["BY_KEY"] and _goes_by_key(facts, together, block_n // given["num_warps"]):
-        block_m, by_key = decode_by_key.COLUMNS, given["num_warps"]
+    by_key, block_n = given["num_warps"] if given["BY_KEY"] else 0, given["BLOCK_N"]
+    block_m = decode_by_key.COLUMNS if by_key else query_rows(facts, together)
     rows = min(triton.next_power_of_2(packed), block_m)
     least = max(1, given["LEAST_KEYS"] // block_n)
     # No more programs than there can be work for, by the caller's bounds.
@@ -373,67 +368,3 @@ def prepare_launches(
         merge(*[tensors[place] for place in places], acc, sums)
 
     return call
-
-
-def _is_exact(q: Tensor, k: Tensor) -> bool:
-    """Products in float32: no matrix unit, so few rows at a time."""
-    return q.dtype == torch.float32 or k.dtype == torch.float32
-
-
-def _block_m(q: Tensor, k: Tensor, together: int) -> int:
-    packed = together * q.shape[1] // k.shape[-2]
-    most = 16 if _is_exact(q, k) else 32 if q.shape[2] > 128 else 64
-    return min(max(int(triton.next_power_of_2(packed)), 16), most)
-
-
-def _fits_columns(q: Tensor, k: Tensor, together: int) -> bool:
-    """Few enough packed rows over a one-byte cache for `decode_by_key`."""
-    packed = together * q.shape[1] // k.shape[-2]
-    return k.element_size() == 1 and not _is_exact(q, k) and packed <= decode_by_key.COLUMNS
-
-
-def _goes_by_key(facts: dict[str, Any], together: int, run: int) -> bool:
-    """Whether `decode_by_key` can do it, with `run` keys of one block for each warp in a tile."""
-    q, k, block_size = facts["q"], facts["k"], facts["BLOCK_SIZE"]
-    strides = [facts[f"{of}_stride_{place}"] for of in ("k", "v") for place in ("block", "slot")]
-    slots = [facts[f"{of}_stride_slot"] for of in ("k", "v", "k_scale", "v_scale")]
-    return (
-        _fits_columns(q, k, together)
-        and min(run, block_size) >= 16
-        and run <= 2 * block_size
-        and facts["softcap"] is None
-        and facts["alibi_slopes"] is None
-        and all(stride % 16 == 0 for stride in strides)
-        and max(slots) * block_size < 2**31
-        and (is_interpreted() or (q.device.type == "cuda" and torch.version.hip is None))
-    )
-
-
-def parameters_key(q: Tensor, k: Tensor, block_size: int, together: int) -> str:
-    """The class of a call in the table of tuned launch parameters."""
-    rows = decode_by_key.COLUMNS if _fits_columns(q, k, together) else _block_m(q, k, together)
-    return f"M{rows} {shape_key(q, k, block_size)}"
-
-
-def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
-    """Launch parameters that compile without spills and fit every GPU from compute capability 8.0.
-
-    BLOCK_N keys at a time, LEAST_KEYS to a range at least; PROGRAMS programs per
-    multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `load_quickly`. BY_KEY: 1 for
-    `decode_by_key`, where that can do it. What counts is bytes on their way: tiles have about 32 KB of keys
-    and values. MERGED: numbers of pieces merged at once.
-    """
-    exact = _is_exact(q, k)
-    many_rows = _block_m(q, k, together) > 16
-    quantised = k.element_size() == 1 and not exact and not many_rows
-    block_n = max(32, min(128, 8192 // triton.next_power_of_2(q.shape[2])))
-    by_key = _fits_columns(q, k, together) and 64 <= q.shape[2] <= 128
-    if by_key:
-        block_n = 64
-    if exact or many_rows:
-        block_n = 16 if exact and q.shape[2] > 128 else 32
-    return {
-        "BLOCK_N": block_n, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1,
-        "BY_KEY": int(by_key), "PDL": 1, "MERGED": 8192, "num_warps": 4, "num_stages": 2 if exact else 3,
-        "maxnreg": 128 if quantised else 0,
-    }  # fmt: skip

@@ -40,8 +40,10 @@ def absorb(
     IS_CUT says that `first` and `low` are not 0 everywhere. Keys before `first` or from `to_key` on are not
     read.
 
-    A warp's keys of a tile are one run in one block, or, where they are more than a block, two.
+    A warp's keys of a tile are one run in one block, or, where they are more than a block, two: 16 at least,
+    the rows of an instruction, and two blocks at most.
     """
+    tl.static_assert(BLOCK_N // WARPS >= 16 and BLOCK_N // WARPS <= 2 * BLOCK_SIZE)
     TWICE: tl.constexpr = BLOCK_N // WARPS > BLOCK_SIZE
     RUN: tl.constexpr = BLOCK_SIZE if TWICE else BLOCK_N // WARPS
     runs = tl.arange(0, WARPS) * (BLOCK_N // WARPS)
