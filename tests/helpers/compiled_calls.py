@@ -232,6 +232,8 @@ ALL: dict[str, Call] = SOME | {
     "few rows 1 of 151936x1024": few_rows(1, 151_936, 1024),
     "few rows 1 of 3072x1024 fused": few_rows(1, 3072, 1024, is_fused=True),
     "few rows 4 of 12288x4096 fused": few_rows(4, 12288, 4096, is_fused=True),
+    "few rows 1 of 12288x4096 fused": few_rows(1, 12288, 4096, is_fused=True),
+    "few rows 1 of 4096x12288": few_rows(1, 4096, 12288),
     "invariant product 151936x1024": product(64, 151_936, 1024),
     "invariant product 576x576 fp32": product(64, 576, 576, FP32),
     "decode rows 256": decode_rows(256, 2560),
