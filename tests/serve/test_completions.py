@@ -4,9 +4,10 @@ import asyncio
 import json
 import re
 import threading
+from dataclasses import replace
 
 import pytest
-from helpers.serve import Answer, events_of, eventually, run, scripted_client, scripted_engine
+from helpers.serve import CARD, Answer, events_of, eventually, run, scripted_client, scripted_engine
 
 from octavo.serve.app import create_app
 from octavo.serve.messages import Abort
@@ -370,9 +371,13 @@ def test_echo_with_logprobs_cannot_be_streamed():
 
 
 def test_more_prompts_than_the_queue_could_ever_hold():
-    response, link = post({"prompt": ["a"] * 4}, settings=ServeSettings(max_waiting_requests=3))
+    settings = ServeSettings(max_waiting_requests=3)
+    most = CARD.max_num_seqs + 3
+    response, link = post({"prompt": ["a"] * most, "max_tokens": 1}, settings=settings)
+    assert (response.status_code, len(link.submitted)) == (200, most)
+    response, link = post({"prompt": ["a"] * (most + 1)}, settings=settings)
     assert response.status_code == 400
-    assert "takes at most 3" in response.json()["error"]["message"]
+    assert f"takes at most {most} at once" in response.json()["error"]["message"]
     assert link.submitted == []
 
 
@@ -382,9 +387,9 @@ def test_more_prompts_than_the_queue_could_ever_hold():
 def test_a_full_queue_is_429_with_retry_after_and_leaves_nothing_behind():
     async def test():
         gate = asyncio.Event()
-        settings = ServeSettings(max_waiting_requests=3)
+        settings = ServeSettings(max_waiting_requests=2)
         held = Answer(["a"], gate=gate)
-        async with scripted_client(held, settings) as (client, link):
+        async with scripted_client(held, settings, card=replace(CARD, max_num_seqs=1)) as (client, link):
             first = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"]}))
             await eventually(lambda: len(link.submitted) == 2)
             response = await client.post("/v1/completions", json={"prompt": ["c", "d"]})
@@ -519,8 +524,9 @@ def test_what_the_engine_refuses_is_told_by_the_clients_own_field(fields, param)
 def test_a_batch_that_never_fits_is_400_and_one_that_does_not_fit_now_is_429_and_submits_nothing():
     async def test():
         gate = asyncio.Event()
-        settings = ServeSettings(max_waiting_tokens=10, max_waiting_requests=3)
-        async with scripted_client(Answer(["a"], gate=gate), settings) as (client, link):
+        settings = ServeSettings(max_waiting_tokens=10, max_waiting_requests=2)
+        card = replace(CARD, max_num_seqs=1)
+        async with scripted_client(Answer(["a"], gate=gate), settings, card=card) as (client, link):
             link.tell = lambda *told: None  # so that what was submitted goes on waiting
             never = await client.post("/v1/completions", json={"prompt": [[1] * 6, [2] * 6]})
             first = asyncio.create_task(client.post("/v1/completions", json={"prompt": [[1]]}))

@@ -91,6 +91,8 @@ class AsyncEngine:
         # Of answers that are not streamed: those of each continuation so far.
         self._logprobs: dict[str, dict[int, list[dict[int, Logprob]]]] = {}
         self._num_active = 0
+        self._num_rows_held = 0
+        """Rows of the engine that running requests hold, one for each continuation."""
         self._room = WaitingRoom(settings)
         self._heard_s = 0.0
         self._is_deaf = True
@@ -218,7 +220,7 @@ class AsyncEngine:
         if request_id in self._generations:
             raise RequestError(f"request_id {request_id!r} is already running; choose another")
         self.check_room(1, num_tokens)
-        generation = Generation(request_id, prompt, prompt_token_ids, self._abort)
+        generation = Generation(request_id, prompt, prompt_token_ids, self._abort, num_rows=params.n)
         if self._num_active == 0:
             self._heard_s = self._loop.time()
         # Log probabilities come piece by piece: those of a whole answer at once would hold all steps up.
@@ -236,6 +238,11 @@ class AsyncEngine:
             )
         self._listener.submitted(request_id, num_tokens)
         return generation
+
+    @property
+    def max_requests(self) -> int:
+        """Most requests that are ever taken at one moment: one in each row, and a full queue."""
+        return self.model.max_num_seqs + self.settings.max_waiting_requests
 
     def check_length(self, num_tokens: int) -> None:
         """RequestError when no prompt of so many tokens is ever taken.
@@ -261,8 +268,9 @@ class AsyncEngine:
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
         """OverloadedError when the queue cannot take so many requests with so many prompt tokens now."""
+        num_rows = 0 if self._model is None else self._model.max_num_seqs
         try:
-            self._room.check(num_requests, num_tokens)
+            self._room.check(num_requests, num_tokens, max(0, num_rows - self._num_rows_held))
         except OverloadedError:
             self._listener.refused("overloaded")
             raise
@@ -392,6 +400,8 @@ class AsyncEngine:
         ended = []
         for request_id in news.started:
             if (generation := self._generations.get(request_id)) is not None:
+                if not generation.is_started:
+                    self._num_rows_held += generation.num_rows
                 self._leave_queue(generation)
                 self._room.last_wait_s = self._heard_s - generation.submitted_s
         generations = self._generations
@@ -444,12 +454,14 @@ class AsyncEngine:
 
     def _end(self, generation: Generation) -> None:
         """It no longer counts, whatever the engine still has to say about it. Ending it twice is a no-op."""
+        has_rows = generation.is_started
         self._leave_queue(generation)
         self._logprobs.pop(generation.request_id, None)
         if generation.timer is not None:
             generation.timer.cancel()
         if not generation.is_over:
             self._num_active -= 1
+            self._num_rows_held -= generation.num_rows if has_rows else 0
             if self._num_active == 0:
                 self._idle.set()
 
