@@ -94,9 +94,10 @@ def norm(width: int, tokens: int) -> Call:
     return lambda: rms_norm(x, weight, 1e-6, residual=x.clone())
 
 
-def rotary(head_dim: int) -> Call:
+def rotary(head_dim: int, *, is_apart: bool = False) -> Call:
     q, positions = torch.zeros(256, 8, head_dim, dtype=BF16), torch.zeros(256, dtype=torch.int64)
-    return lambda: apply_rotary(q, q.clone(), torch.zeros(64, head_dim), positions)
+    out = (torch.zeros_like(q), torch.zeros_like(q)) if is_apart else None
+    return lambda: apply_rotary(q, q.clone(), torch.zeros(64, head_dim), positions, out=out)
 
 
 def product(num_rows: int, width: int, depth: int, dtype: torch.dtype = BF16) -> Call:
@@ -222,8 +223,10 @@ ALL: dict[str, Call] = SOME | {
     "rotate and write 9/3/64 few": rotate_and_write((9, 3), 64, 16, norm=False),
     "norm 1024 few": norm(1024, 8),
     "rotary 128": rotary(128),
+    "rotary 128 apart": rotary(128, is_apart=True),
     "gelu 3072": lambda: gelu_tanh(torch.zeros(4096, 3072, dtype=BF16)),
     "silu 3072": lambda: silu_and_mul(torch.zeros(4096, 6144, dtype=BF16)),
+    "silu 3072 apart": lambda: silu_and_mul(*torch.zeros(2, 4096, 3072, dtype=BF16)),
     "experts 128x2048x768 some": experts(128 * 32, 2048, 768),
     "experts 128x2048x768 more": experts(128 * 64, 2048, 768),
     "experts 8x2880x4000 many": experts(8 * 128, 2880, 4000, num=8),
