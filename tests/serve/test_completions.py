@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from helpers.chat import tokenizer_with
 from helpers.serve import CARD, Answer, events_of, eventually, run, scripted_client, scripted_engine
 
 from octavo.serve.app import create_app
@@ -572,14 +573,50 @@ def test_while_a_long_prompt_is_turned_into_tokens_others_are_answered(monkeypat
     async def test():
         async with scripted_client(Answer(["a"])) as (client, _):
             monkeypatch.setattr(Tokenizer, "encode", held)
-            long = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a" * 5000}))
+            text = "a" * 100 + "é" * 5000  # of which this tokenizer knows the letters
+            long = asyncio.create_task(client.post("/v1/completions", json={"prompt": text}))
             await eventually(begun.is_set)
             short = await client.post("/v1/completions", json={"prompt": "a"})
             assert (short.status_code, long.done()) == (200, False)
             may_end.set()
-            assert (await long).json()["error"]["code"] == "context_length_exceeded"
+            assert (await long).json()["usage"]["prompt_tokens"] == 100
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a" * 5000}),
+        ("/v1/completions", {"prompt": ["b", "a" * 5000]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 5000}]}),
+        ("/v1/responses", {"input": "a" * 5000}),
+    ],
+)
+def test_a_text_that_is_surely_too_long_is_not_tokenised(path, body, monkeypatch):
+    encode = Tokenizer.encode
+
+    def short(self, text, **options):
+        assert len(text) < 200
+        return encode(self, text, **options)
+
+    async def test():
+        chats = tokenizer_with(default="{{ messages[0].content }}")
+        async with scripted_client(Answer(["a"]), tokenizer=chats) as (client, link):
+            monkeypatch.setattr(Tokenizer, "encode", short)
+            answer = await client.post(path, json=body)
+            fits = await client.post("/v1/completions", json={"prompt": "a" * 199, "max_tokens": 1})
+            metrics = await client.get("/metrics")
+            return answer, fits, metrics.text, len(link.submitted)
+
+    answer, fits, metrics, num_submitted = run(test())
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["message"].startswith(
+        "prompt has at least 5000 tokens; max_model_len=200 leaves room for at most 199"
+    )
+    assert (fits.status_code, num_submitted) == (200, 1)
+    assert 'octavo_requests_refused_total{reason="invalid"} 1.0' in metrics
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])

@@ -182,6 +182,18 @@ class AsyncEngine:
         with self._room.text(num_tokens):
             return await self._loop.run_in_executor(self._threads, work)
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a prompt; for threads as well. What shows that it is too long before it is tokenised
+        never is: RequestError as from `check_length`, and those of `Tokenizer.encode`.
+        """
+        tokenizer = self.tokenizer
+        if len(text) > min(self.model.max_model_len - 1, self.settings.max_waiting_tokens):
+            fewest = tokenizer.fewest_tokens(text)
+            if (problem := self._length_problem(fewest)) is not None:
+                self._loop.call_soon_threadsafe(self._listener.refused, "invalid")
+                raise RequestError(f"prompt has at least {fewest} tokens; {problem}")
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     # Requests
 
     def submit(
@@ -249,22 +261,23 @@ class AsyncEngine:
 
         Said here, so that a million ids need not travel to hear it, and before any `check_room`.
         """
-        limit = self.settings.max_waiting_tokens
-        longest = self.model.max_model_len - 1
-        if num_tokens > longest:
-            problem = (
+        if (problem := self._length_problem(num_tokens)) is not None:
+            self._listener.refused("invalid")
+            raise RequestError(f"prompt has {num_tokens} tokens; {problem}")
+
+    def _length_problem(self, num_tokens: int) -> str | None:
+        """Why no prompt of so many tokens is ever taken; None when one may be."""
+        if num_tokens > (longest := self.model.max_model_len - 1):
+            return (
                 f"max_model_len={self.model.max_model_len} leaves room for at most {longest} and one new "
                 "token; shorten it, or raise max_model_len where the model allows more"
             )
-        elif num_tokens > limit:
-            problem = (
+        if num_tokens > (limit := self.settings.max_waiting_tokens):
+            return (
                 f"this server queues at most {limit}; shorten it, or start the server with a larger "
                 "--max-waiting-tokens"
             )
-        else:
-            return
-        self._listener.refused("invalid")
-        raise RequestError(f"prompt has {num_tokens} tokens; {problem}")
+        return None
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
         """OverloadedError when the queue cannot take so many requests with so many prompt tokens now."""

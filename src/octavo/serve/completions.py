@@ -83,10 +83,9 @@ async def _encode(
             param="prompt",
         )
     if isinstance(prompts[0], str):
-        tokenizer = engine.tokenizer
         all_ids = await engine.off_loop(
             body_size.get(),
-            lambda: [tokenizer.encode(text) for text in prompts],
+            lambda: [engine.encode(text) for text in prompts],
             is_prompt=len(prompts) == 1,
         )
     else:
