@@ -1,22 +1,25 @@
 """`fuse`: the same model with Octavo's norms, gated MLPs and rotary embeddings, and the same results."""
 
 import copy
+import functools
 import gc
 import io
 import logging
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from helpers.hf_generation import batching, continued, greedy, padded, prompts, tiny_model
+from helpers.kernels import IMPLEMENTATIONS
 from torch import nn
 
 from octavo.errors import ConfigError
 from octavo.integrations import transformers as integration
 from octavo.integrations.transformers import Fused, angles, fuse, fused, unfuse
-from octavo.kernels import known_calls
+from octavo.kernels import backend, known_calls
 
 ROWS = prompts(13, 20, 1, 17)
 KINDS = {
@@ -89,6 +92,20 @@ def test_with_every_attention(attention, launches):
     fuse(model)
     assert model.generate(ids, generation_config=greedy()).tolist() == want.tolist()
     assert min(launches.values()) >= 20
+
+
+@pytest.mark.parametrize("room", IMPLEMENTATIONS)
+def test_on_the_kernels_of_every_room(room, launches):
+    model = tiny_model("qwen3", "sdpa", num_hidden_layers=1)
+    inputs = padded(prompts(5, 3))
+    want = model.generate(**inputs, generation_config=greedy(4))
+    exact = logits(model, **inputs)
+    with backend.use(room), np.errstate(all="ignore"):  # lanes that are masked later
+        fuse(model)
+        launches.update(norm=0, silu=0, rotary=0)
+        assert model.generate(**inputs, generation_config=greedy(4)).tolist() == want.tolist()
+        assert launches == {"norm": 4 * 5, "silu": 4, "rotary": 4}
+        torch.testing.assert_close(logits(model, **inputs), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_continuous_batching(launches):
@@ -292,7 +309,8 @@ def test_what_is_no_plain_rotation_is_the_models_own():
         (q, k, cos.bfloat16(), sin.bfloat16()),
         (q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2),
         (q[:, :, :0], k[:, :, :0], cos[:, :0], sin[:, :0]),
-        (q[..., None].expand(*q.shape, 2)[..., 0], k, cos, sin),
+        (q.repeat(1, 1, 1, 2)[..., ::2], k, cos, sin),
+        (q.flip(0).contiguous(), k, cos, sin),
         (q.requires_grad_(), k, cos, sin),
     ):
         for got, want in zip(ours(*given), theirs(*given), strict=True):
@@ -363,6 +381,32 @@ def test_what_computes_something_else_is_left_alone_and_that_is_said(caplog):
     assert [fused.is_fused(m) for m in parts] == [False] * 7 + [True] + [False] * 2
     assert caplog.messages == [f"octavo: ModuleList fused: {found}"]
     assert "left alone: 1 ScaledNorm computes something else" in str(found)
+
+
+def test_angles_whose_halves_differ_are_no_rotation(monkeypatch):
+    model = tiny_model("qwen3")
+    rotary = type(model.model.rotary_emb)
+    before = rotary.forward
+
+    def forward(self, x, position_ids):
+        cos, sin = before(self, x, position_ids)
+        return cos * torch.linspace(0.5, 1.5, 16), sin
+
+    monkeypatch.setattr(rotary, "forward", forward)
+    want = logits(model)
+    reason = "Qwen3Attention has angles of another form"
+    assert fuse(model) == Fused(norms=9, mlps=2, left_alone={reason: 2})
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_decorator_that_hides_what_it_decorates(monkeypatch):
+    model = tiny_model("qwen3")
+    attention = type(model.model.layers[0].self_attn)
+    hidden = {"forward": attention.forward}
+    wrapped = functools.wraps(attention.forward)(lambda *args, **kwargs: hidden["forward"](*args, **kwargs))
+    monkeypatch.setattr(attention, "forward", wrapped)
+    reason = "Qwen3Attention has a forward that cannot be given another rotary function"
+    assert fuse(model) == Fused(norms=9, mlps=2, left_alone={reason: 2})
 
 
 def test_no_model_at_all():

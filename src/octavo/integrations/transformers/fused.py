@@ -43,22 +43,29 @@ def is_watched() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
 
 
-@functools.cache
 def fused_class(own: Any, kind: str) -> Any:
     """The subclass of `own`: of kind `mlp`, `rotary`, or for a norm the name of its epsilon.
 
     None where the forward of a class cannot be given another rotary function.
     """
-    make = {"mlp": _mlp, "rotary": _attention}.get(kind)
-    forward = _norm(own.forward, kind) if make is None else make(own.forward)
-    if forward is None:
-        return None
+    return _class(own, kind, own.forward, rotary_of(own.forward) if kind == "rotary" else None)
+
+
+@functools.cache
+def _class(own: Any, kind: str, of: Callable[..., Any], theirs: Callable[..., Any] | None) -> Any:
+    """With the forward and rotary function that the class has now: somebody may put others there."""
+    if kind == "rotary":
+        forward = None if theirs is None else _attention(of, theirs)
+        if forward is None:
+            return None
+    else:
+        forward = _mlp(of) if kind == "mlp" else _norm(of, kind)
 
     def __reduce_ex__(self: Module, protocol: Any) -> Any:
         return (_remade, (own, kind), *own.__reduce_ex__(self, protocol)[2:])
 
     body = {
-        "forward": functools.wraps(own.forward)(forward), "octavo_own": own, "octavo_kind": kind,
+        "forward": functools.wraps(of)(forward), "octavo_own": own, "octavo_kind": kind,
         "__reduce_ex__": __reduce_ex__,
         "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__,
     }  # fmt: skip
@@ -126,9 +133,8 @@ def _is_silu(activation: Module | None) -> bool:
     )
 
 
-def _attention(own: Callable[..., Any]) -> Callable[..., Any] | None:
-    theirs = rotary_of(own)
-    changed = None if theirs is None else with_global(own, ROTATE, Rotate(theirs))
+def _attention(own: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any] | None:
+    changed = with_global(own, ROTATE, Rotate(theirs))
     if changed is None:
         return None
 
