@@ -14,7 +14,9 @@ continuous       transformers/continuous/...  output tokens a second of continuo
                                               --sequences of nano-vllm's workload, and on a GPU the most
                                               memory. Peer: sdpa_paged, which gets --peer-limit seconds.
 
-Before anything is timed, logits of both are compared: a wrong result is not measured. A peer that fails, or
+All but static have a second row, `..., fused`: the model after `fuse(model)`, in turn with the other two.
+
+Before anything is timed, logits of all are compared: a wrong result is not measured. A peer that fails, or
 takes too long, leaves Octavo's row without its column, and `failed` says why.
 """
 
@@ -39,6 +41,8 @@ from octavo.bench.workloads import WorkloadShape, random_workload
 from octavo.integrations import transformers as integration
 
 ROOT = Path(__file__).resolve().parent.parent
+# Octavo's attention, the same with `fuse`, and Transformers' own attention.
+OCTAVO, FUSED, PEER = "octavo", "octavo fused", "sdpa"
 TASKS = ("generate", "wide", "prefill", "static", "continuous")
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -64,6 +68,15 @@ def make_model(name: str, device: str) -> Any:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
         return Qwen3ForCausalLM(Qwen3Config(**CONFIGS[name])).to(dtype).eval()
+
+
+def become(model: Any, contestant: str) -> None:
+    """Makes the model compute as that contestant does."""
+    model.set_attn_implementation(PEER if contestant == PEER else OCTAVO)
+    if contestant == FUSED:
+        integration.fuse(model)
+    else:
+        integration.unfuse(model)
 
 
 def timed(function: Callable[[], Any], device: str) -> float:
@@ -93,16 +106,17 @@ def check(model: Any, device: str) -> None:
     inputs = padded(3, 200, model.config.vocab_size, device)
     real = inputs["attention_mask"].bool()
     found = {}
-    for name in ("sdpa", "octavo"):
-        model.set_attn_implementation(name)
+    for name in (PEER, OCTAVO, FUSED):
+        become(model, name)
         prompts = model(**inputs).logits[real].float()
         greedy = fixed(3, do_sample=False, output_logits=True, return_dict_in_generate=True)
         found[name] = (prompts, model.generate(**inputs, generation_config=greedy).logits[1].float())
-    for what, ours, theirs in zip(("prompts", "decoding"), found["octavo"], found["sdpa"], strict=True):
-        error = float((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())
-        print(f"{what}: logits differ by {error:.1e} (root mean square, relative)", flush=True)
-        if not error <= MAX_RELATIVE_ERROR:
-            raise SystemExit(f"wrong logits ({what}): nothing is timed")
+    for name in (OCTAVO, FUSED):
+        for what, ours, theirs in zip(("prompts", "decoding"), found[name], found[PEER], strict=True):
+            error = float((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())
+            print(f"{name}, {what}: logits differ by {error:.1e} (root mean square, relative)", flush=True)
+            if not error <= MAX_RELATIVE_ERROR:
+                raise SystemExit(f"wrong logits ({name}, {what}): nothing is timed")
 
 
 def fixed(new_tokens: int, **options: Any) -> GenerationConfig:
@@ -116,20 +130,24 @@ def fixed(new_tokens: int, **options: Any) -> GenerationConfig:
 
 
 def in_turn(
-    model: Any, rounds: int, run: Callable[[], float], failed: Callable[[str, Exception], None]
+    model: Any,
+    contestants: tuple[str, ...],
+    rounds: int,
+    run: Callable[[], float],
+    failed: Callable[[str, Exception], None],
 ) -> dict[str, float]:
-    """The median of `run()` under each implementation, after one run of each to warm up.
+    """The median of `run()` as each of them, after one run of each to warm up.
 
     The peer is left out when it fails, and `failed` told of it.
     """
-    found: dict[str, list[float]] = {"octavo": [], "sdpa": []}
+    found: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(rounds + 1):
         for name, values in tuple(found.items()):
-            model.set_attn_implementation(name)
+            become(model, name)
             try:
                 value = run()
             except Exception as error:
-                if name == "octavo":
+                if name != PEER:
                     raise
                 failed(name, error)
                 del found[name]
@@ -152,7 +170,7 @@ def ms_per_token(
 
 def continuous(
     model: Any,
-    attention: str,
+    contestant: str,
     shape: WorkloadShape,
     sequences: int,
     passes: int,
@@ -164,7 +182,7 @@ def continuous(
     RuntimeError when it stops, or has not answered everything after `limit_s` seconds.
     """
     deadline = None if limit_s is None else time.perf_counter() + limit_s
-    model.set_attn_implementation(attention)
+    become(model, contestant)
     workload = random_workload(shape)
     prompts, lengths = workload.prompts[:sequences], workload.output_lens[:sequences]
     longest = max(len(p) + n for p, n in zip(prompts, lengths, strict=True))
@@ -172,7 +190,7 @@ def continuous(
     config = ContinuousBatchingConfig(
         num_blocks=pages, max_requests_per_batch=sequences,
         max_batch_tokens=8192 if device == "cuda" else 512,
-        max_blocks_per_request=(longest // 256 + 2) if attention == "octavo" else None,
+        max_blocks_per_request=(longest // 256 + 2) if contestant != PEER else None,
     )  # fmt: skip
     sampling = GenerationConfig(
         do_sample=True, temperature=0.6, top_k=0, max_new_tokens=max(lengths), eos_token_id=-1, pad_token_id=0
@@ -198,14 +216,14 @@ def continuous(
                     )
                 result = manager.get_result(timeout=5 if deadline is None else 0.2)
                 if result is None and not manager.is_running():
-                    raise RuntimeError(f"continuous batching with {attention} stopped")
+                    raise RuntimeError(f"continuous batching with {contestant} stopped")
                 if result is not None and result.is_finished():
                     if result.error:
-                        raise RuntimeError(f"continuous batching with {attention}: {result.error}")
+                        raise RuntimeError(f"continuous batching with {contestant}: {result.error}")
                     tokens += len(result.generated_tokens)
                     waited.discard(int(result.request_id.split("-")[1]))
             rate = tokens / (time.perf_counter() - began)
-            print(f"  {attention}, pass {number + 1} of {passes}: {rate:,.0f} tok/s", flush=True)
+            print(f"  {contestant}, pass {number + 1} of {passes}: {rate:,.0f} tok/s", flush=True)
         resolved = manager.batch_processor.cb_config
         how = (
             f"graphs {resolved.use_cuda_graph}, async {resolved.use_async_batching}, "
@@ -267,11 +285,23 @@ def main(argv: list[str] | None = None) -> None:
     rows: dict[str, Row] = {}
     failed: dict[str, str] = {}
 
-    def add(row: str, unit: str, found: dict[str, float], better: str = "lower", **details: str) -> None:
-        """Adds a row to the file, or writes it anew, with more of its peers."""
-        peers = {peer: round(value, 4) for peer, value in found.items() if peer != "octavo"}
-        rows[row] = Row(row, round(found["octavo"], 4), unit, better, None, peers, details or None)
-        print(f"{row}: {found['octavo']:.4g} {unit}; {peers}", flush=True)
+    def add(
+        row: str,
+        unit: str,
+        found: dict[str, float],
+        better: str = "lower",
+        details: dict[str, str] | None = None,
+    ) -> None:
+        """Adds the rows that there are numbers for to the file; once more, when there are more peers."""
+        details = details or {}
+        peers = {peer: round(value, 4) for peer, value in found.items() if peer not in (OCTAVO, FUSED)}
+        for name in found:
+            if name in peers:
+                continue
+            full = row if name == OCTAVO else f"{row}, fused"
+            told = {n: text for n, text in details.items() if n in (name, *peers)}
+            rows[full] = Row(full, round(found[name], 4), unit, better, None, peers, told or None)
+            print(f"{full}: {found[name]:.4g} {unit}; {peers}", flush=True)
         write_result(
             options.json, list(rows.values()), command=options.command, failed=failed,
             gpu=gpu_name() if device == "cuda" else "", append=options.append,
@@ -308,7 +338,9 @@ def main(argv: list[str] | None = None) -> None:
         )
     for task, (row, run) in loops.items():
         if task in options.tasks:
-            found = in_turn(model, options.rounds, run, functools.partial(without, row))
+            # torch.compile fuses by itself: `fuse` changes nothing there.
+            contestants = (OCTAVO, PEER) if task == "static" else (OCTAVO, FUSED, PEER)
+            found = in_turn(model, contestants, options.rounds, run, functools.partial(without, row))
             add(row, "ms" if task == "prefill" else "ms/token", found)
 
     if "continuous" in options.tasks:
@@ -318,18 +350,19 @@ def main(argv: list[str] | None = None) -> None:
         def measure(label: str, *arguments: Any) -> None:
             found = continuous(model, *arguments)
             rates[label], memories[label], details[label] = found
-            add(row, "tok/s", rates, "higher", **details)
+            add(row, "tok/s", rates, "higher", details)
             if device == "cuda":
                 add(f"{row}, peak memory", "MB", memories)
 
-        measure("octavo", "octavo", shape, options.sequences, 2, device)
+        for name in (OCTAVO, FUSED):
+            measure(name, name, shape, options.sequences, 2, device)
         if options.peer_passes:
-            peer = "sdpa", shape, options.sequences, options.peer_passes, device, options.peer_limit
+            peer = PEER, shape, options.sequences, options.peer_passes, device, options.peer_limit
             try:
                 measure("sdpa_paged", *peer)
             except Exception as error:
                 without(row, "sdpa_paged", error)
-                add(row, "tok/s", rates, "higher", **details)
+                add(row, "tok/s", rates, "higher", details)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ Generate = Callable[[list[Ids], Ids, list[str] | None], list[int]]
 def octavo(
     model: str, share: float, max_model_len: int, engine: dict[str, Any]
 ) -> tuple[Generate, dict[str, Any]]:
-    import torch
-
     from octavo import LLM, SamplingParams
     from octavo.bench.report import gpu_name
 
     logging.basicConfig(level=logging.INFO)  # as much as the peers tell
+    import torch  # behind octavo, as in a program that has no other use of it
+
     has_gpu = torch.cuda.is_available()
     if has_gpu and not {"num_blocks", "kv_cache_memory"} & engine.keys():
         engine = {"gpu_memory": share, **engine}

@@ -12,10 +12,12 @@ from octavo.errors import ConfigError
 
 def test_a_device_that_was_left_open_is_filled_in() -> None:
     config = EngineConfig(model="m", kv_cache_dtype="fp8", dtype="float32")
-    filled = {"device": "cuda", "overlap": True, "max_num_batched_tokens": 16384}
+    filled: dict[str, Any] = {"device": "cuda", "overlap": True, "cascade_attention": True}
+    filled["max_num_batched_tokens"] = 16384
     assert config.on_device("cuda") == config.replace(**filled)
     config = EngineConfig(model="m", quantization="int8", num_threads=2)
-    filled = {"device": "cpu", "overlap": False, "max_num_batched_tokens": 512}
+    filled = {"device": "cpu", "overlap": False, "cascade_attention": False}
+    filled["max_num_batched_tokens"] = 512
     assert config.on_device("cpu") == config.replace(**filled)
     assert config.replace(max_num_batched_tokens=7).on_device("cpu").max_num_batched_tokens == 7
 
@@ -39,6 +41,29 @@ def test_overlap_is_as_one_says(device: str, overlap: bool) -> None:
     assert EngineConfig(model="m", overlap=overlap).on_device(device).overlap is overlap
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_common_keys_are_read_once_where_that_can_work_and_as_one_says(
+    device: str, enforce_eager: bool, deterministic: bool, asked: bool | None
+) -> None:
+    options: dict[str, Any] = {"enforce_eager": enforce_eager, "deterministic": deterministic}
+    can = device == "cuda" and not enforce_eager and not deterministic
+    if asked and not can:
+        with pytest.raises(ConfigError, match=r"cascade_attention (needs a GPU|and .* exclude each other)"):
+            EngineConfig(model="m", cascade_attention=asked, **options).on_device(device)
+        return
+    config = EngineConfig(model="m", cascade_attention=asked, **options).on_device(device)
+    assert config.cascade_attention is (can and asked is not False)
+    assert config.on_device(device) == config
+
+
+@pytest.mark.parametrize("overlap", [True, False, None])
+def test_one_step_after_the_other_shares_common_keys_too(overlap: bool | None) -> None:
+    assert EngineConfig(model="m", overlap=overlap).on_device("cuda").cascade_attention is True
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_graphs_run_on_a_gpu_unless_told_not_to(enforce_eager: bool) -> None:
     config = EngineConfig(model="m", enforce_eager=enforce_eager)
@@ -56,7 +81,7 @@ def test_graphs_run_on_a_gpu_unless_told_not_to(enforce_eager: bool) -> None:
         ({"overlap": 1}, "overlap must be True, False or None, got 1"),
         ({"run_ahead": 0}, r"run_ahead must be from 1 to 2\*\*40, got 0"),
         ({"run_ahead": True}, "run_ahead must be an int of at least 1, got True"),
-        ({"cascade_attention": 1}, "cascade_attention must be True or False, got 1"),
+        ({"cascade_attention": 1}, "cascade_attention must be True, False or None, got 1"),
         ({"cascade_attention": True, "enforce_eager": True}, "cascade_attention and enforce_eager exclude"),
         ({"cascade_attention": True, "deterministic": True}, "cascade_attention and deterministic exclude"),
     ],

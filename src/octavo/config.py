@@ -56,7 +56,8 @@ class EngineConfig:
         all that runs is decoding. A new request waits for these steps, a finished one wastes its share.
     enforce_eager: launch decode steps kernel by kernel on a GPU, too, and never replay them from CUDA graphs.
     cascade_attention: in decode steps from CUDA graphs whose sequences begin with the same blocks of the
-        cache, read these once for eight sequences. Off by default: no GPU has run it yet.
+        cache, read these once for eight sequences, where that pays. None: on a GPU, unless `enforce_eager` or
+        `deterministic` rules it out; True refuses these, and warns where the model or its sizes do.
     deterministic: the bits of a request's logits depend on its own tokens alone, not on what else is in the
         batch, how its prompt is cut or what the cache holds. On a GPU by kernels that add in one order, which
         cost speed (docs/performance.md); on a CPU it holds without, but for `dtype` bfloat16 and float16,
@@ -87,7 +88,7 @@ class EngineConfig:
     overlap: bool | None = None
     run_ahead: int = DEFAULT_RUN_AHEAD
     enforce_eager: bool = False
-    cascade_attention: bool = False
+    cascade_attention: bool | None = None
     deterministic: bool = False
     tensor_parallel_size: int = 1
     trace: str | os.PathLike[str] | None = None
@@ -124,11 +125,12 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "num_blocks", "num_threads"):
             if getattr(self, name) is not None:
                 self._positive_int(name)
-        for name in ("enable_prefix_caching", "enforce_eager", "cascade_attention", "deterministic"):
+        for name in ("enable_prefix_caching", "enforce_eager", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.overlap is not None and not isinstance(self.overlap, bool):
-            raise ConfigError(f"overlap must be True, False or None, got {self.overlap!r}")
+        for name in ("overlap", "cascade_attention"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an int, got {self.seed!r}")
         if self.block_size & (self.block_size - 1):
@@ -207,12 +209,16 @@ class EngineConfig:
                 "device='cpu'"
             )
         overlap = device != "cpu" if self.overlap is None else self.overlap
+        cascade = self.cascade_attention
+        if cascade is None:
+            cascade = device != "cpu" and not (self.enforce_eager or self.deterministic)
         on_device = (
             DEFAULT_MAX_NUM_BATCHED_TOKENS if device == "cpu" else DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU
         )
         return self.replace(
             device=device,
             overlap=overlap,
+            cascade_attention=cascade,
             max_num_batched_tokens=self.max_num_batched_tokens or on_device,
         )
 

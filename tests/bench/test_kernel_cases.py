@@ -36,6 +36,8 @@ def test_names_are_unique_and_every_bar_has_its_row():
         "*/int8",
         "*/packed/*",
         "*-invariant",
+        "*/fp8-token-scales",
+        "*/int8-token-scales",
     ):
         assert fnmatch.filter(names, pattern), pattern
 
@@ -52,6 +54,8 @@ def test_bytes_and_operations_of_attention():
     prefill = AttentionShape((10,), 4, (2, 1, 64), 16)  # four rows that see 7, 8, 9 and 10 keys
     assert prefill.flops == 4 * 2 * 64 * (7 + 8 + 9 + 10)
     assert AttentionShape((1024,), 1, (16, 8, 128), 16, "fp8").kv_bytes == 1024 * 8 * 128 * 2
+    scaled = AttentionShape((1024,), 1, (16, 8, 128), 16, "fp8", token_scales=True)
+    assert scaled.kv_bytes == 1024 * 8 * (128 + 4) * 2
 
 
 def test_inputs_rotate_through_more_than_the_cache(memory):
@@ -72,6 +76,9 @@ WORK = {
     "packed": functools.partial(attention, AttentionShape((20, 20), 20, HEADS, 0)),
     "fp8": functools.partial(attention, AttentionShape((40, 40), 1, HEADS, 16, "fp8")),
     "int8": functools.partial(attention, AttentionShape((40, 40), 1, HEADS, 16, "int8")),
+    "token scales": functools.partial(
+        attention, AttentionShape((40, 40), 1, HEADS, 16, "fp8", token_scales=True)
+    ),
     "invariant": functools.partial(attention, AttentionShape((40, 40), 1, HEADS, 16, batch_invariant=True)),
     "write": functools.partial(kernel_work.kv_write, 20, HEADS, 16, "bf16"),
     "write fp8": functools.partial(kernel_work.kv_write, 20, HEADS, 16, "fp8"),

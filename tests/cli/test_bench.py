@@ -114,13 +114,17 @@ def test_serve_sim_prints_writes_and_draws(octavo, wide, tmp_path):
 
 def test_serve_sim_names_what_it_cannot_read(octavo):
     for arguments, message in (
-        (("--rate", "0"), "rate must be above 0"),
+        (("--rate", "0"), "--rate must be above 0"),
+        (("--burstiness", "nan"), "--burstiness must be above 0"),
         (("--input-lens", "uniform:9:3"), "--input-lens must be a number of tokens"),
-        (("--prefix-len", "5"), "num_prefixes and prefix_len go together"),
+        (("--output-lens", "zipf:2"), "--output-lens must be a number of tokens"),
+        (("--prefix-len", "5"), "--num-prefixes and prefix_len go together"),
+        (("--temperature", "-1"), "--temperature must be"),
+        (("--json", "/nowhere/r.json"), "--json: there is no folder '/nowhere'"),
         (("--plot", "run.gif"), "must end in one of .png, .svg, .pdf"),
     ):
         status, _, err = octavo("bench", "serve-sim", "m", *arguments)
-        assert (status, message in err) == (1, True), err
+        assert (status, message in err) == (2, True), err
 
 
 def test_an_unknown_workload_is_named(octavo):
@@ -143,11 +147,12 @@ def test_a_result_file_that_cannot_be_written_is_refused_before_the_run(octavo, 
     arguments = ("bench", "throughput", tmp_path / "no model", "--json")
     path = tmp_path / "nowhere" / "result.json"
     status, out, err = octavo(*arguments, path)
-    assert (status, out) == (1, "")
-    assert err == f"octavo: error: --json: there is no folder '{path.parent}'; make it first\n"
+    assert (status, out) == (2, "")
+    way_out = "see `octavo bench throughput --help`\n"
+    assert err == f"octavo: error: --json: there is no folder '{path.parent}'; make it first; {way_out}"
     assert not path.parent.exists()
     assert octavo(*arguments, tmp_path)[2] == (
-        f"octavo: error: --json: '{tmp_path}' cannot be written; name another file\n"
+        f"octavo: error: --json: '{tmp_path}' cannot be written; name another file; {way_out}"
     )
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert "cannot be written" in octavo(*arguments, tmp_path / "result.json")[2]
@@ -188,7 +193,7 @@ def test_kernels_lists_its_rows_anywhere(octavo):
 )
 def test_kernels_names_a_wrong_option(octavo, arguments, message):
     status, out, err = octavo("bench", "kernels", *arguments)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert message in err
 
 

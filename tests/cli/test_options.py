@@ -3,6 +3,8 @@ import re
 from typing import get_type_hints
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from octavo.cli.options import EngineOptions, SamplingOptions, expands
 from octavo.cli.serve import _NAMES as SERVE_NAMES
@@ -38,6 +40,25 @@ def test_switches_set_what_they_switch():
         "run_ahead": 2,
         "cascade_attention": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [([], None), (["--cascade-attention"], True), (["--no-cascade-attention"], False)],
+)
+def test_a_switch_of_two_ways_leaves_the_default_alone(arguments, asked):
+    app = typer.Typer()
+    said = []
+
+    @app.command()
+    @expands(engine=EngineOptions)
+    def command(*, engine: EngineOptions) -> None:
+        said.append(engine.llm_kwargs())
+        assert engine.config("m").cascade_attention is asked
+
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert said == [{} if asked is None else {"cascade_attention": asked}]
 
 
 def test_sampling_options_lie_over_the_defaults():

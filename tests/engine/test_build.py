@@ -129,6 +129,35 @@ def test_memory_is_kept_free_for_graphs_only_where_there_are_some(monkeypatch: p
     assert num_blocks(is_compiled=False) == without
 
 
+def test_memory_is_kept_free_for_steps_that_share_only_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = KVCacheSpec(2, 2, 8)
+    monkeypatch.setattr(build, "_largest_step_bytes", lambda *_: 2**20)
+    monkeypatch.setattr(build, "_free_bytes", lambda _: 2**24)
+    monkeypatch.setattr(build, "_is_compiled", lambda *_: True)
+    sizes = SimpleNamespace(vocab_size=1000, num_heads=4)
+    loaded: Any = SimpleNamespace(
+        device=torch.device("cuda"), config=sizes, dtype=torch.bfloat16,
+        model=SimpleNamespace(weights_form="dense"),
+    )  # fmt: skip
+
+    def num_blocks(asked: bool | None, **options: Any) -> int:
+        options = {"max_model_len": 10**6, "overlap": False, "cascade_attention": asked} | options
+        config = EngineConfig(model="m", **options)
+        return build._num_blocks(config.on_device("cuda"), loaded, spec)
+
+    alone = num_blocks(False)
+    # Of 256 rows with 4 heads two results of 8 floats, and their LSEs.
+    held = 2 * 256 * 4 * (8 + 1) * 4
+    expected = (2**24 - 2**21 - held) / (2**24 - 2**21)
+    for asked in (None, True):
+        assert num_blocks(asked) / alone == pytest.approx(expected, rel=1e-3)
+    # Too few for an octet, and too short for it to be worth anything.
+    assert num_blocks(None, max_num_seqs=7) == num_blocks(False, max_num_seqs=7)
+    assert num_blocks(None, max_model_len=256) == num_blocks(False, max_model_len=256)
+
+
 EIGHT = "keys are read once for 8 sequences, and no more than {} run at once"
 
 
@@ -154,27 +183,30 @@ EIGHT = "keys are read once for 8 sequences, and no more than {} run at once"
             "decode steps come from no CUDA graphs, as this model's kernels are not compiled",
         ),
         ({}, "windows", "every layer of the model attends to a window"),
-        ({"cascade_attention": False}, "plain torch", None),
     ],
 )
+@pytest.mark.parametrize("asked", [True, None, False])
 def test_who_asks_for_common_keys_in_vain_is_told_why(
     options: dict[str, Any],
     change: str,
     why_not: str | None,
+    asked: bool | None,
     loaded: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A CPU in the place of a GPU, for which it is worth a byte less from two blocks on."""
-    asked: list[Any] = []
+    """A CPU in the place of a GPU, for which it is worth a byte less from two blocks on; whoever left it open
+    hears nothing."""
+    made: list[Any] = []
 
     def warm_up(*_: Any, **options: Any) -> list[Any]:
-        asked.append(options["shared_prefixes"])
+        made.append(options["shared_prefixes"])
         return []
 
-    def use_graphs(runner: Any, max_model_len: int, capture: Any, sharing: Any) -> None:
-        asked.append(sharing is not None)
+    def use_graphs(runner: Any, max_model_len: int, capture: Any, sharing: Any, *, must_share: bool) -> None:
+        assert must_share is (asked is True)
+        made.append(sharing is not None)
 
     def sharing_soon(*arguments: Any) -> Any:
         sharing = sharing_for(*arguments)
@@ -184,15 +216,47 @@ def test_who_asks_for_common_keys_in_vain_is_told_why(
     monkeypatch.setattr(build, "CudaCapture", lambda device: None)
     monkeypatch.setattr(build.ModelRunner, "use_graphs", use_graphs)
     monkeypatch.setattr(build, "_is_compiled", lambda *_: change != "plain torch")
-    monkeypatch.setattr(EngineConfig, "on_device", lambda self, device: self.replace(device="cuda"))
+    play_a_gpu(monkeypatch)
     if change != "a small model":
         monkeypatch.setattr(build, "sharing_for", sharing_soon)
     if change == "windows":
         loaded = load_model(saved(tiny_hf_model("mistral", sliding_window=8), tmp_path), dtype="float32")
     sizes = {"num_blocks": 24, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 32}
-    config = EngineConfig(model="m", **(sizes | {"cascade_attention": True, "overlap": False} | options))
+    config = EngineConfig(model="m", **(sizes | {"cascade_attention": asked, "overlap": False} | options))
     build.build_engine(config, loaded, None)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warnings == ([] if why_not is None else [f"cascade_attention has no effect: {why_not}"])
-    shares = config.cascade_attention and why_not is None
-    assert asked == ([] if change == "plain torch" else [shares, shares])
+    assert warnings == ([f"cascade_attention has no effect: {why_not}"] if asked and why_not else [])
+    shares = asked is not False and why_not is None
+    assert made == ([] if change == "plain torch" else [shares, shares])
+
+
+@pytest.mark.parametrize("option", ["enforce_eager", "deterministic"])
+def test_what_excludes_it_leaves_no_trace_of_it(
+    option: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[Any] = []
+
+    def warm_up(*_: Any, **options: Any) -> list[Any]:
+        given.append(options["shared_prefixes"])
+        return []
+
+    def use_graphs(runner: Any, max_model_len: int, capture: Any, sharing: Any, *, must_share: bool) -> None:
+        given.append((sharing, must_share))
+
+    monkeypatch.setattr(build, "warm_up", warm_up)
+    monkeypatch.setattr(build, "CudaCapture", lambda device: None)
+    monkeypatch.setattr(build.ModelRunner, "use_graphs", use_graphs)
+    monkeypatch.setattr(build, "_is_compiled", lambda *_: True)
+    monkeypatch.setattr(build, "sharing_for", lambda *_: Sharing(1, 4, 8, 1))
+    play_a_gpu(monkeypatch)
+    sizes = {"num_blocks": 24, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 32}
+    engine = build.build_engine(EngineConfig(model="m", **(sizes | {option: True})), loaded, None)
+    assert engine.config.cascade_attention is False
+    assert given == ([False] if option == "enforce_eager" else [False, (None, False)])
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def play_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options are settled as on a GPU, whatever the model lies on."""
+    on_device = EngineConfig.on_device
+    monkeypatch.setattr(EngineConfig, "on_device", lambda self, device: on_device(self, "cuda"))

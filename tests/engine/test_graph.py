@@ -6,7 +6,8 @@ import gc
 import logging
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from octavo.config import EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
-from octavo.engine.graph import BAD_LOGITS, bucket_sizes, is_plain
+from octavo.engine.graph import BAD_LOGITS, CudaCapture, bucket_sizes, is_plain
 from octavo.engine.request import Request
 from octavo.engine.sampler import Sampler
 from octavo.engine.sampling_plan import SamplingPlan, kernel_row
@@ -355,8 +356,9 @@ def test_graphs_that_were_made_before_one_fails_are_let_go_of(
     assert outputs(engine, requests_for(engine, PLAIN)) == expected
 
 
+@pytest.mark.parametrize(("must_share", "level"), [(False, logging.INFO), (True, logging.WARNING)])
 def test_without_those_that_share_the_others_serve(
-    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture, must_share: bool, level: int
 ) -> None:
     made: list[weakref.ref[Any]] = []
 
@@ -375,13 +377,18 @@ def test_without_those_that_share_the_others_serve(
     eager = engine_for(loaded, None, max_num_seqs=9)
     expected = outputs(eager, prompts(eager))
     engine = engine_for(loaded, None, max_num_seqs=9)
+    caplog.set_level(logging.INFO, logger="octavo")
     caplog.clear()
     capture = AllButTheLast()
-    capture.serve(engine, Sharing(1, 4, 8, 1))
-    assert [record.getMessage() for record in caplog.records] == [
-        "no CUDA graph for 8 rows that share keys (OutOfMemoryError: no room); "
-        "cascade_attention has no effect"
+    capture.serve(engine, Sharing(1, 4, 8, 1), must_share=must_share)
+    assert [(record.levelno, record.getMessage()) for record in caplog.records[:-1]] == [
+        (
+            level,
+            "no CUDA graph for 8 rows that share keys (OutOfMemoryError: no room); "
+            "cascade_attention has no effect",
+        )
     ]
+    assert caplog.records[-1].getMessage().startswith("10 graphs of decode steps captured")
     assert [ref() is not None for ref in made] == [True] * 10 + [False]
     graphs = engine.runner._graphs
     assert graphs is not None
@@ -444,3 +451,44 @@ def test_changes_that_did_not_arrive_are_sent_again(
             batches.update(copy)
     batches.update(copy)
     assert copy.tolist() == [[5, 3, -1], [8, -1, -1]]
+
+
+def test_a_capture_that_breaks_off_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's context manager ends a capture, which then raises, before it gives the stream back."""
+    current = ["the engine's"]
+
+    @contextmanager
+    def stream(wanted: Any) -> Iterator[None]:
+        before, current[:] = current[:], [wanted]
+        try:
+            yield
+        finally:
+            current[:] = before
+
+    class Capturing:
+        def __init__(self, made: Any, pool: Any, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            current[:] = [self.stream]
+
+        def __exit__(self, *error: object) -> None:
+            raise RuntimeError("the capture is void")
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None: ...
+
+    played = {"Stream": lambda device: Stream("its own"), "stream": stream, "graph": Capturing}
+    played |= {"CUDAGraph": object, "current_stream": lambda device: Stream(current[0])}
+    for name, value in played.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    seen: list[str] = []
+
+    def step() -> torch.Tensor:
+        seen.append(current[0])
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="the capture is void"):
+        CudaCapture(torch.device("cuda"))(step)
+    assert seen == ["its own", "its own"]
+    assert current == ["the engine's"]

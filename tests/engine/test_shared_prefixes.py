@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from helpers.attention_cases import prepare
 from helpers.graph import Replaying
 from helpers.models import saved, tiny_hf_model
+from helpers.shared_prefixes import attended, decode
 
 from octavo.cache.spec import KVCacheSpec
 from octavo.cache.storage import storage_dtype
@@ -21,7 +23,8 @@ from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
 from octavo.engine.request import Request
 from octavo.engine.sampler import Sampler
-from octavo.engine.shared_prefixes import Sharing, shared_bucket_sizes, sharing_for
+from octavo.engine.shared_prefixes import Sharing, parts_bytes, shared_bucket_sizes, sharing_for
+from octavo.kernels import shared_prefixes
 from octavo.kernels.shared_prefixes import SharedPrefixes
 from octavo.models.registry import LoadedModel, load_model
 from octavo.sampling_params import SamplingParams
@@ -540,3 +543,19 @@ def test_two_system_prompts_that_alternate_share_all_the_same(loaded: LoadedMode
     assert steps.found == {24, 0}
     assert steps.num_shared > 5
     assert run(Replaying(), True) == expected
+
+
+def test_memory_is_reckoned_for_what_the_two_parts_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[torch.Tensor] = []
+    attend_part = shared_prefixes.attend_part
+
+    def kept(*arguments: Any) -> Any:
+        out, lse, kernel = attend_part(*arguments)
+        held.extend((out, lse))
+        return out, lse, kernel
+
+    monkeypatch.setattr(shared_prefixes, "attend_part", kept)
+    inputs = prepare(decode(*(70 + b for b in range(11)), dtype=torch.bfloat16), "cpu", share=4)
+    attended(inputs, 16)
+    assert len(held) == 4
+    assert sum(part.nbytes for part in held) == parts_bytes(*inputs.arguments["q"].shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -152,21 +153,53 @@ def answers(engine: Engine) -> list[Any]:
     return found
 
 
+def run(loaded: LoadedModel, **options: Any) -> list[Any]:
+    sizes = {"num_blocks": 1200, "max_num_seqs": 20, "max_num_batched_tokens": 512}
+    engine = build_engine(EngineConfig(model="m", **(sizes | options)), loaded, None)
+    with forbid_compiles():
+        found = answers(engine)
+    engine.close()
+    return found
+
+
 def test_an_engine_answers_the_same_and_compiles_nothing_late(
     loaded: LoadedModel, forms: Counter[graph.Form]
 ) -> None:
-    def run(**options: Any) -> list[Any]:
-        sizes = {"num_blocks": 1200, "max_num_seqs": 20, "max_num_batched_tokens": 512}
-        engine = build_engine(EngineConfig(model="m", **(sizes | options)), loaded, None)
-        with forbid_compiles():
-            found = answers(engine)
-        engine.close()
-        return found
-
-    expected = run(enforce_eager=True, overlap=False)
+    expected = run(loaded, enforce_eager=True, overlap=False)
     assert not forms
-    for options in ({"overlap": False}, {"overlap": True, "run_ahead": 4}):
+    assert run(loaded, cascade_attention=False) == expected
+    assert {form.shares for form in forms} == {False}
+    ways: list[dict[str, Any]] = [{}, {"overlap": False}, {"cascade_attention": True, "run_ahead": 4}]
+    for options in ways:
         forms.clear()
-        assert run(cascade_attention=True, **options) == expected
+        assert run(loaded, **options) == expected
         assert {form.bucket for form in forms if form.shares} >= {16, 20}
         assert {form.shares for form in forms} == {True, False}
+
+
+@pytest.mark.parametrize("how", ["out of memory", "a call that no capture survives"])
+def test_a_capture_that_breaks_off_leaves_the_ordinary_graphs_at_work(
+    loaded: LoadedModel,
+    forms: Counter[graph.Form],
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = run(loaded, enforce_eager=True, overlap=False)
+    find, stream = graph.find_shared_prefixes, torch.cuda.current_stream(DEVICE)
+
+    def failing(*arguments: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            if how == "out of memory":
+                raise torch.OutOfMemoryError("no room")
+            torch.cuda.synchronize(DEVICE)
+        return find(*arguments)
+
+    monkeypatch.setattr(graph, "find_shared_prefixes", failing)
+    caplog.set_level(logging.INFO, logger="octavo")
+    assert run(loaded) == expected
+    assert {form.shares for form in forms} == {False}
+    assert torch.cuda.current_stream(DEVICE) == stream
+    (record,) = [r for r in caplog.records if r.getMessage().endswith("cascade_attention has no effect")]
+    assert record.levelno == logging.INFO
+    assert record.getMessage().startswith("no CUDA graph for 20 rows that share keys")

@@ -37,7 +37,7 @@ from octavo.kernels.decode_rows import finish_decode, prepare_decode
 from octavo.kernels.sampling import sample
 from octavo.kernels.shared_prefixes import attend_shared, find_shared_prefixes
 
-BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16, FP32, FP8, INT8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8
 Call = Callable[[], object]
 
 
@@ -49,6 +49,7 @@ def attend(
     block_size: int = 16,
     dtype: torch.dtype = BF16,
     cache_dtype: torch.dtype | None = None,
+    one_scale: bool = False,
     **options: Any,
 ) -> Call:
     num_heads, kv_heads = heads
@@ -61,7 +62,7 @@ def attend(
     else:
         cache = torch.zeros(sum(lens_k), kv_heads, head_dim).to(dtype)
     if cache_dtype is not None:
-        scales = torch.ones(cache.shape[:3])
+        scales = torch.ones(1 if one_scale else cache.shape[:3])
         options |= {"k_scale": scales, "v_scale": scales}
     sums = [
         torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lens in (lens_q, lens_k)
@@ -95,9 +96,10 @@ def norm(width: int, tokens: int) -> Call:
     return lambda: rms_norm(x, weight, 1e-6, residual=x.clone())
 
 
-def rotary(head_dim: int) -> Call:
+def rotary(head_dim: int, *, is_apart: bool = False) -> Call:
     q, positions = torch.zeros(256, 8, head_dim, dtype=BF16), torch.zeros(256, dtype=torch.int64)
-    return lambda: apply_rotary(q, q.clone(), torch.zeros(64, head_dim), positions)
+    out = (torch.zeros_like(q), torch.zeros_like(q)) if is_apart else None
+    return lambda: apply_rotary(q, q.clone(), torch.zeros(64, head_dim), positions, out=out)
 
 
 def product(num_rows: int, width: int, depth: int, dtype: torch.dtype = BF16) -> Call:
@@ -178,6 +180,9 @@ MANY = ([1] * 32, [1024] * 32)
 SOME: dict[str, Call] = {
     "decode 16/8/128": attend(*MANY),
     "decode 16/8/128 fp8": attend(*MANY, cache_dtype=FP8),
+    "decode 16/8/128 fp8 one scale": attend(*MANY, cache_dtype=FP8, one_scale=True),
+    "decode 16/8/128 int8": attend(*MANY, cache_dtype=INT8),
+    "decode 16/8/128 int8 one scale": attend(*MANY, cache_dtype=INT8, one_scale=True),
     "prefill 16/8/128": attend(*LONG),
     "prefill 16/8/256": attend(*LONG, head_dim=256),
     "prefill 16/8/128 fp8": attend(*LONG, cache_dtype=FP8),
@@ -194,6 +199,16 @@ ALL: dict[str, Call] = SOME | {
     "decode 8/1/128 block 64": attend(*MANY, heads=(8, 1), block_size=64),
     "decode 32/8/128 q4": attend([4] * 8, [8192] * 8, heads=(32, 8)),
     "decode 16/2/256": attend(*MANY, heads=(16, 2), head_dim=256),
+    "decode 8/1/128 fp8 block 64": attend(*MANY, heads=(8, 1), block_size=64, cache_dtype=FP8),
+    "decode 8/1/128 fp8 block 64 one scale": attend(
+        *MANY, heads=(8, 1), block_size=64, cache_dtype=FP8, one_scale=True
+    ),
+    "decode 8/1/128 int8 block 64": attend(*MANY, heads=(8, 1), block_size=64, cache_dtype=INT8),
+    "decode 4/2/80 int8 window": attend(
+        *MANY, heads=(4, 2), head_dim=80, cache_dtype=INT8, window_size=(100, 0)
+    ),
+    "decode 4/2/64 fp8 softcap": attend(*MANY, heads=(4, 2), head_dim=64, cache_dtype=FP8, softcap=30.0),
+    "decode 16/8/128 fp8 q4": attend([4] * 8, [8192] * 8, cache_dtype=FP8),
     "decode 4/2/80 options": attend(*MANY, heads=(4, 2), head_dim=80, window_size=(100, 0), softcap=30.0),
     "decode 16/8/128 invariant": attend(*MANY, batch_invariant=True),
     "prefill 9/3/64": attend(*LONG, heads=(9, 3), head_dim=64),
@@ -213,8 +228,10 @@ ALL: dict[str, Call] = SOME | {
     "rotate and write 9/3/64 few": rotate_and_write((9, 3), 64, 16, norm=False),
     "norm 1024 few": norm(1024, 8),
     "rotary 128": rotary(128),
+    "rotary 128 apart": rotary(128, is_apart=True),
     "gelu 3072": lambda: gelu_tanh(torch.zeros(4096, 3072, dtype=BF16)),
     "silu 3072": lambda: silu_and_mul(torch.zeros(4096, 6144, dtype=BF16)),
+    "silu 3072 apart": lambda: silu_and_mul(*torch.zeros(2, 4096, 3072, dtype=BF16)),
     "experts 128x2048x768 some": experts(128 * 32, 2048, 768),
     "experts 128x2048x768 more": experts(128 * 64, 2048, 768),
     "experts 8x2880x4000 many": experts(8 * 128, 2880, 4000, num=8),
@@ -228,6 +245,8 @@ ALL: dict[str, Call] = SOME | {
     "rows 16 of 1024x3072 onto": few_rows(16, 1024, 3072, is_onto=True),
     "rows 32 of 37x576 onto": few_rows(32, 37, 576, is_onto=True),
     "rows 64 of 1024x2048 onto": few_rows(64, 1024, 2048, is_onto=True),
+    "few rows 1 of 12288x4096 fused": few_rows(1, 12288, 4096, is_fused=True),
+    "few rows 1 of 4096x12288": few_rows(1, 4096, 12288),
     "invariant product 151936x1024": product(64, 151_936, 1024),
     "invariant product 576x576 fp32": product(64, 576, 576, FP32),
     "decode rows 256": decode_rows(256, 2560),

@@ -23,9 +23,9 @@ class Replaying:
         self.num_captures = 0
         self.num_replays = 0
 
-    def serve(self, engine: Engine, sharing: Sharing | None = None) -> None:
+    def serve(self, engine: Engine, sharing: Sharing | None = None, *, must_share: bool = False) -> None:
         """Have the decode steps of that engine replayed from now on."""
-        engine.runner.use_graphs(engine.scheduler.max_model_len, self, sharing)
+        engine.runner.use_graphs(engine.scheduler.max_model_len, self, sharing, must_share=must_share)
         self.graphs = engine.runner._graphs
 
     def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.errors import KernelArgumentError
 from octavo.kernels import (
+    apply_rotary,
     backend,
     flash_attn_varlen_func,
     known_calls,
@@ -51,6 +52,24 @@ def _norm(at: int, residual: bool, grid: bool) -> Made:
 
 def _silu(at: int) -> Made:
     return {"x": _new(at, 5, 256)}, silu_and_mul
+
+
+def _silu_apart(at: int) -> Made:
+    return {"x": _new(at, 5, 128), "up": _new(0, 5, 256)[:, 128:]}, silu_and_mul
+
+
+def _turn(at: int, is_apart: bool) -> Made:
+    q, k = _new(at, 5, 6, 64).split((4, 2), dim=1)
+    given = {
+        "q": q, "k": k, "cos_sin_cache": _new(0, 32, 64, dtype=torch.float32), "positions": torch.arange(5),
+        "q_out": _new(0, 5, 4, 64), "k_out": _new(at, 5, 2, 64),
+    }  # fmt: skip
+
+    def turn(q_out: Tensor, k_out: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        apply_rotary(**tensors, out=(q_out, k_out) if is_apart else None)
+        return (q_out, k_out) if is_apart else (tensors["q"], tensors["k"])
+
+    return given, turn
 
 
 def _few_rows(at: int, norm: bool, gated: bool) -> Made:
@@ -116,6 +135,9 @@ CASES: dict[str, Callable[[int], Made]] = {
     "norm grid": lambda at: _norm(at, False, True),
     "norm residual grid": lambda at: _norm(at, True, True),
     "silu": _silu,
+    "silu apart": _silu_apart,
+    "turn": lambda at: _turn(at, False),
+    "turn apart": lambda at: _turn(at, True),
     "few rows": lambda at: _few_rows(at, False, False),
     "few rows norm": lambda at: _few_rows(at, True, False),
     "few rows gated": lambda at: _few_rows(at, True, True),

@@ -91,5 +91,8 @@ CASES = [
     (decode(*(70, 80), cache_dtype=FP8), 64),
     (decode(*(70, 80), cache_dtype=FP8, scales="tensor"), 64),
     (decode(*(70, 80), cache_dtype=FP8, scales="token", heads=(8, 2)), 64),
+    (decode(*(70, 80, 66), cache_dtype=FP8, scales="token", heads=(4, 4)), 64),  # eight rows of an octet
+    (decode(*(70, 80), cache_dtype=FP8, scales="token", heads=(9, 1)), 64),
+    (decode(*(90, 66, 65, 64), cache_dtype=INT8, scales="tensor"), 48),
     (decode(*(140, 150), cache_dtype=INT8, scales="token", block_size=64, head_dim=128), 128),
 ]

@@ -29,6 +29,7 @@ ROWS = [
     "transformers/prefill/toy 1x64",
     "transformers/continuous/toy 3 sequences",
 ]
+BOTH = [name for row in ROWS for name in (row, f"{row}, fused")]
 
 
 def test_rows_beside_their_peers(script, tmp_path):
@@ -36,9 +37,14 @@ def test_rows_beside_their_peers(script, tmp_path):
     script.main(["--rounds", "1", "--sequences", "3", "--json", str(path)])
     result = read_result(path)
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ROWS
-    assert [list(row["peers"]) for row in rows.values()] == [["sdpa"]] * 3 + [["sdpa_paged"]]
-    assert "block table 2" in rows[ROWS[3]]["details"]["octavo"]
+    assert list(rows) == BOTH
+    assert [list(row["peers"]) for row in rows.values()] == [["sdpa"]] * 6 + [["sdpa_paged"]] * 2
+    for plain, fused in zip(BOTH[::2], BOTH[1::2], strict=True):
+        assert rows[plain]["peers"] == rows[fused]["peers"]
+        assert rows[plain]["value"] != rows[fused]["value"]
+    for name, contestant in zip(BOTH[6:], ("octavo", "octavo fused"), strict=True):
+        assert list(rows[name]["details"]) == [contestant, "sdpa_paged"]
+        assert "block table 2" in rows[name]["details"][contestant]
     assert result["failed"] == {}
     assert result["command"] == (
         "python bench/compare_transformers.py --model toy --tasks generate,wide,prefill,static,continuous "
@@ -52,7 +58,7 @@ def test_tasks_one_by_one_and_a_peer_that_does_not_end_in_time(script, monkeypat
     same = ("--rounds", "1", "--sequences", "3", "--json", str(path), "--append")
     script.main(["--tasks", "continuous", "--peer-limit", "0", *same])
     result = read_result(path)
-    assert [(row["name"], row["peers"]) for row in result["rows"]] == [(ROWS[3], {})]
+    assert [(row["name"], row["peers"]) for row in result["rows"]] == [(name, {}) for name in BOTH[6:]]
     assert result["rows"][0]["value"] > 0
     late = "RuntimeError: 0 of 3 answers, pass 1 of 1, in 0 s"
     assert result["failed"] == {f"{ROWS[3]}, sdpa_paged": late}
@@ -64,7 +70,8 @@ def test_tasks_one_by_one_and_a_peer_that_does_not_end_in_time(script, monkeypat
     monkeypatch.setattr(script, "check", lambda *_: None)
     script.main(["--tasks", "prefill", *same])
     result = read_result(path)
-    assert [(row["name"], row["peers"]) for row in result["rows"]] == [(ROWS[3], {}), (ROWS[2], {})]
+    names = [*BOTH[6:], *BOTH[4:6]]
+    assert [(row["name"], row["peers"]) for row in result["rows"]] == [(name, {}) for name in names]
     assert result["failed"] == {
         f"{ROWS[3]}, sdpa_paged": late,
         f"{ROWS[2]}, sdpa": "OutOfMemoryError: no memory",
@@ -95,7 +102,18 @@ def test_wrong_logits_are_not_timed(script, monkeypatch, tmp_path):
 
     before = dense.attend
     monkeypatch.setattr(dense, "attend", lambda *args: before(*args) + 1)
-    with pytest.raises(SystemExit, match="nothing is timed"):
+    with pytest.raises(SystemExit, match=r"wrong logits \(octavo, prompts\): nothing is timed"):
         script.main(["--model", "toy", "--json", str(tmp_path / "none.json")])
     assert not list(tmp_path.iterdir())
     assert torch.is_grad_enabled()
+
+
+def test_wrong_logits_of_the_fused_model_are_not_timed_either(script, monkeypatch, tmp_path):
+    from octavo.integrations.transformers import fused, fusing
+
+    before = fused.silu_and_mul
+    monkeypatch.setattr(fused, "silu_and_mul", lambda *args: before(*args) + 1)
+    monkeypatch.setattr(fusing, "_is_close", lambda *_: True)
+    with pytest.raises(SystemExit, match=r"wrong logits \(octavo fused, prompts\): nothing is timed"):
+        script.main(["--model", "toy", "--json", str(tmp_path / "none.json")])
+    assert not list(tmp_path.iterdir())

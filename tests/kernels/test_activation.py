@@ -25,6 +25,19 @@ def test_equals_torch(implementation: str, dtype: torch.dtype, shape: tuple[int,
     assert torch.equal(x, kept)
 
 
+@pytest.mark.parametrize("shape", [(5, 1536), (1, 1), (3, 37), (0, 8), (130, 64)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_and_up_apart(implementation: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """With rows of other distances."""
+    gate, wide = (
+        torch.randn(shape[0], n, generator=torch.Generator().manual_seed(n)) for n in (shape[1], 2000)
+    )
+    gate, up = gate.to(dtype), wide.to(dtype)[:, 3 : 3 + shape[1]]
+    out = silu_and_mul(gate, up)
+    assert_within_budget(out, functional.silu(gate.double()) * up.double(), functional.silu(gate) * up)
+    assert out.is_contiguous()
+
+
 def test_far_tails(implementation: str) -> None:
     """silu(-x) is 0 and silu(x) is x where exp overflows; never NaN."""
     gate = torch.tensor([[-1000.0, -100.0, 0.0, 100.0, 1000.0]])

@@ -306,6 +306,10 @@ def test_a_wrong_call_says_so_and_writes_nothing(name: str, changes: dict, messa
         ),
         (lambda: silu_and_mul(torch.ones(2, 3)), "the last dimension of x must be even: [gate | up], got 3"),
         (lambda: rms_norm(torch.ones(2, 8), torch.ones(8), -1.0), "eps must be 0 or positive, got -1.0"),
+        (
+            lambda: silu_and_mul(torch.ones(2, 3), torch.ones(2, 2)),
+            "up must be torch.float32 of shape (2, 3) like x, got torch.float32 of shape (2, 2)",
+        ),
         (lambda: silu_and_mul(torch.ones(3)), "x must be of shape (T, 2 * I), got shape (3,)"),
     ],
 )
@@ -332,6 +336,7 @@ def test_norm_and_activation_name_what_is_wrong(call, message: str) -> None:
         ({"k": torch.ones(3, 1, 8)}, "k must be of shape (2, num_kv_heads, 8) like q"),
         ({"k": torch.ones(2, 1, 8).half()}, "k.dtype must be torch.float32 like q"),
         ({"interleaved": "no"}, "interleaved must be True or False, got 'no'"),
+        ({"out": (torch.ones(2, 2, 8),) * 2}, "out[1] must be of shape (2, 1, 8), got shape (2, 2, 8)"),
     ],
 )
 def test_rotary_names_what_is_wrong_and_turns_nothing(changes: dict, message: str) -> None:

@@ -18,7 +18,14 @@ from octavo.kernels.linear import FEW_ROWS
 pytestmark = pytest.mark.rooms("triton", "reference")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SHAPES = [(37, 72), (64, 1024), (5, 2500), (1, 1)]  # width, depth: whole blocks, and what is left of one
+SHAPES = [
+    (37, 72),
+    (64, 1024),
+    (5, 2500),
+    (6, 4096),
+    (3, 5000),
+    (1, 1),
+]  # width, depth: whole blocks, and what is left of one
 
 
 # Every dtype with every shape and every number of rows; the rest in turn, so that each meets each.

@@ -54,6 +54,30 @@ def test_slices_of_a_fused_qkv_are_turned_in_place(
     )
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (24, 20), (33, 6)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_into_other_memory(
+    implementation: str, dtype: torch.dtype, head_dim: int, rotary_dim: int, interleaved: bool
+) -> None:
+    """The same bits as in place, behind rotary_dim, too; q and k stay."""
+    rng = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(7, heads, head_dim, generator=rng).to(dtype) for heads in (3, 2))
+    kept = q.clone(), k.clone()
+    # One with other strides, and memory that nothing may be left of.
+    out = (
+        torch.full((3, 7, head_dim + 3), torch.nan, dtype=dtype)[..., :head_dim].transpose(0, 1),
+        k * torch.nan,
+    )
+    angles = table(40, rotary_dim), torch.tensor([0, 39, 3, 3, 17, 1, 2])
+    apply_rotary(q, k, *angles, interleaved=interleaved, out=out)
+    assert torch.equal(q, kept[0])
+    assert torch.equal(k, kept[1])
+    apply_rotary(q, k, *angles, interleaved=interleaved)
+    assert torch.equal(out[0], q)
+    assert torch.equal(out[1], k)
+
+
 def test_position_zero_changes_nothing(implementation: str) -> None:
     q, k = torch.randn(2, 3, 8), torch.randn(2, 1, 8)
     kept = q.clone(), k.clone()

@@ -66,6 +66,7 @@ def test_batches_are_the_smallest_of_each_class(num_seqs: int, num_tokens: int, 
     [
         (90, ["Qwen3-0.6B", "Qwen3-8B", "SmolLM2", "windows", "invariant", "one sequence", "few tokens"]),
         (80, ["Qwen3-0.6B", "no groups", "scales", "float32"]),
+        (90, ["bytes", "bytes of one scale", "shared bytes"]),
         (90, ["shared", "shared scales", "shared by few", "shared in few tokens", "shared by none"]),
     ],
 )

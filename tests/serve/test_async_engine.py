@@ -30,6 +30,9 @@ def submit(engine, request_id="a", ids=(0, 1), **options):
     return engine.submit(list(ids), PARAMS, request_id=request_id, **options)
 
 
+ONE_ROW = replace(CARD, max_num_seqs=1)
+
+
 def waiting_news(*started):
     return News([], STATS, 0.001, 1, started)
 
@@ -193,20 +196,58 @@ def test_the_queue_is_bounded_by_count_and_says_when_to_come_back():
     async def test():
         gate = asyncio.Event()
         settings = ServeSettings(max_waiting_requests=2)
-        engine, link = await scripted_engine(held(gate), settings)
+        engine, link = await scripted_engine(held(gate), settings, card=ONE_ROW)
         first = submit(engine, "a")
         submit(engine, "b")
-        with pytest.raises(OverloadedError, match="2 requests are waiting") as refused:
-            submit(engine, "c")
+        submit(engine, "c")
+        with pytest.raises(
+            OverloadedError, match=r"busy: 2 requests are waiting, of at most 2 \("
+        ) as refused:
+            submit(engine, "d")
         assert refused.value.retry_after_s == 1.0
         engine.receive(waiting_news("a"))
-        submit(engine, "c")
-        with pytest.raises(OverloadedError):
+        with pytest.raises(OverloadedError, match="2 requests are waiting, of at most 2"):
             submit(engine, "d")
-        first.abort()  # it runs, so it left no room in the queue
+        first.abort()  # its row is free for another
+        submit(engine, "d")
         with pytest.raises(OverloadedError):
-            submit(engine, "d")
-        assert [one.request_id for one in link.submitted] == ["a", "b", "c"]
+            submit(engine, "e")
+        assert [one.request_id for one in link.submitted] == ["a", "b", "c", "d"]
+        await engine.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_requests_for_which_there_are_free_rows_do_not_wait(n):
+    """A row for each continuation of those that run, until they end; and one waits, which is the limit."""
+
+    async def test():
+        settings = ServeSettings(max_waiting_requests=1)
+        engine, _ = await scripted_engine(held(asyncio.Event()), settings)
+        params = SamplingParams(max_tokens=8, n=n, temperature=1.0)
+        running = engine.submit([1, 2], params, request_id="many")
+        engine.receive(waiting_news("many"))
+        engine.receive(waiting_news("many"))  # what is told twice holds no more rows
+        num_free = CARD.max_num_seqs - n
+        engine.check_room(num_free + 1, 1)
+        problem = (
+            rf"0 requests are waiting, of at most 1 \(.*\), and {num_free} more can run now; {num_free + 2} "
+        )
+        with pytest.raises(OverloadedError, match=problem):
+            engine.check_room(num_free + 2, 1)
+        for i in range(num_free + 1):
+            submit(engine, str(i))
+        with pytest.raises(OverloadedError, match=r"1 requests are waiting, of at most 1 \([^,]*; try"):
+            submit(engine, "e")
+        engine.receive(waiting_news(*map(str, range(num_free))))
+        with pytest.raises(OverloadedError, match="1 requests are waiting, of at most 1"):
+            submit(engine, "e")
+        running.abort()
+        engine.receive(waiting_news("many"))
+        engine.check_room(n, 1)
+        with pytest.raises(OverloadedError):
+            engine.check_room(n + 1, 1)
         await engine.close()
 
     run(test())
@@ -214,10 +255,14 @@ def test_the_queue_is_bounded_by_count_and_says_when_to_come_back():
 
 def test_an_aborted_request_makes_room_in_the_queue_at_once():
     async def test():
-        engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(max_waiting_requests=1))
+        settings = ServeSettings(max_waiting_requests=1)
+        engine, _ = await scripted_engine(held(asyncio.Event()), settings, card=ONE_ROW)
+        submit(engine, "runs")
         submit(engine, "a").abort()
-        assert (engine.num_waiting, engine.num_active) == (0, 0)
+        assert (engine.num_waiting, engine.num_active) == (1, 1)
         submit(engine, "b")
+        with pytest.raises(OverloadedError):
+            submit(engine, "c")
         await engine.close()
 
     run(test())
@@ -250,12 +295,13 @@ def test_the_queue_is_bounded_by_tokens():
 def test_a_prompt_that_is_never_taken_hears_so_at_any_load(max_waiting_tokens, num_tokens, problem):
     async def test():
         settings = ServeSettings(max_waiting_tokens=max_waiting_tokens, max_waiting_requests=1)
-        engine, _ = await scripted_engine(held(asyncio.Event()), settings)
+        engine, _ = await scripted_engine(held(asyncio.Event()), settings, card=ONE_ROW)
         for name in ("idle", "busy"):
             with pytest.raises(RequestError, match=problem):
                 submit(engine, "long", ids=[0] * num_tokens)
             if name == "idle":
                 submit(engine, "first", ids=[0])
+                submit(engine, "second", ids=[0])
         with pytest.raises(OverloadedError):
             submit(engine, "short", ids=[0])
         await engine.close()
@@ -265,7 +311,8 @@ def test_a_prompt_that_is_never_taken_hears_so_at_any_load(max_waiting_tokens, n
 
 def test_retry_after_is_how_long_the_last_one_waited():
     async def test():
-        engine, _ = await scripted_engine(held(asyncio.Event()), ServeSettings(max_waiting_requests=1))
+        settings = ServeSettings(max_waiting_requests=1)
+        engine, _ = await scripted_engine(held(asyncio.Event()), settings, card=ONE_ROW)
         generation = submit(engine, "a")
         generation.submitted_s -= 7
         engine.receive(waiting_news("a"))
@@ -541,12 +588,12 @@ def test_long_texts_are_worked_on_in_a_thread_and_short_ones_here():
 
 def test_texts_that_wait_for_a_thread_count_like_requests_that_wait():
     async def test():
-        settings = ServeSettings(max_waiting_requests=4, max_waiting_tokens=10_000)
-        engine, _ = await scripted_engine(Answer(), settings)
+        settings = ServeSettings(max_waiting_requests=3, max_waiting_tokens=10_000)
+        engine, _ = await scripted_engine(Answer(), settings, card=ONE_ROW)
         may_end = threading.Event()
         working = [asyncio.create_task(engine.off_loop(8000, may_end.wait)) for _ in range(4)]
         await asyncio.sleep(0)
-        with pytest.raises(OverloadedError, match="4 requests are waiting, of at most 4"):
+        with pytest.raises(OverloadedError, match="3 requests are waiting, of at most 3"):
             await engine.off_loop(3000, may_end.wait)
         with pytest.raises(OverloadedError, match="max_waiting_requests"):
             engine.submit([1], PARAMS, request_id="a")

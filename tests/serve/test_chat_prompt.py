@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,11 +37,15 @@ def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
 
 
 def prepared(
-    body: ChatRequest, tokenizer: Tokenizer = QWEN3, settings: ServeSettings | None = None
+    body: ChatRequest,
+    tokenizer: Tokenizer = QWEN3,
+    settings: ServeSettings | None = None,
+    max_model_len: int = BIG_CARD.max_model_len,
 ) -> PreparedChat:
     async def prepare() -> PreparedChat:
         chosen = settings or ServeSettings()
-        engine, _ = await scripted_engine(Answer(), chosen, card=BIG_CARD, tokenizer=tokenizer)
+        card = replace(BIG_CARD, max_model_len=max_model_len)
+        engine, _ = await scripted_engine(Answer(), chosen, card=card, tokenizer=tokenizer)
         try:
             return await prepare_chat(body, engine, chosen)
         finally:
@@ -226,7 +231,7 @@ def test_schemas_that_are_too_long_are_refused_before_the_prompt_is_written(monk
 )
 def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], message: str, param: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
-        prepared(request(**fields))
+        prepared(request(**fields), max_model_len=10**6)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

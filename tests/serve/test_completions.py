@@ -4,9 +4,11 @@ import asyncio
 import json
 import re
 import threading
+from dataclasses import replace
 
 import pytest
-from helpers.serve import Answer, events_of, eventually, run, scripted_client, scripted_engine
+from helpers.chat import tokenizer_with
+from helpers.serve import CARD, Answer, events_of, eventually, run, scripted_client, scripted_engine
 
 from octavo.serve.app import create_app
 from octavo.serve.messages import Abort
@@ -370,9 +372,13 @@ def test_echo_with_logprobs_cannot_be_streamed():
 
 
 def test_more_prompts_than_the_queue_could_ever_hold():
-    response, link = post({"prompt": ["a"] * 4}, settings=ServeSettings(max_waiting_requests=3))
+    settings = ServeSettings(max_waiting_requests=3)
+    most = CARD.max_num_seqs + 3
+    response, link = post({"prompt": ["a"] * most, "max_tokens": 1}, settings=settings)
+    assert (response.status_code, len(link.submitted)) == (200, most)
+    response, link = post({"prompt": ["a"] * (most + 1)}, settings=settings)
     assert response.status_code == 400
-    assert "takes at most 3" in response.json()["error"]["message"]
+    assert f"takes at most {most} at once" in response.json()["error"]["message"]
     assert link.submitted == []
 
 
@@ -382,9 +388,9 @@ def test_more_prompts_than_the_queue_could_ever_hold():
 def test_a_full_queue_is_429_with_retry_after_and_leaves_nothing_behind():
     async def test():
         gate = asyncio.Event()
-        settings = ServeSettings(max_waiting_requests=3)
+        settings = ServeSettings(max_waiting_requests=2)
         held = Answer(["a"], gate=gate)
-        async with scripted_client(held, settings) as (client, link):
+        async with scripted_client(held, settings, card=replace(CARD, max_num_seqs=1)) as (client, link):
             first = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"]}))
             await eventually(lambda: len(link.submitted) == 2)
             response = await client.post("/v1/completions", json={"prompt": ["c", "d"]})
@@ -519,8 +525,9 @@ def test_what_the_engine_refuses_is_told_by_the_clients_own_field(fields, param)
 def test_a_batch_that_never_fits_is_400_and_one_that_does_not_fit_now_is_429_and_submits_nothing():
     async def test():
         gate = asyncio.Event()
-        settings = ServeSettings(max_waiting_tokens=10, max_waiting_requests=3)
-        async with scripted_client(Answer(["a"], gate=gate), settings) as (client, link):
+        settings = ServeSettings(max_waiting_tokens=10, max_waiting_requests=2)
+        card = replace(CARD, max_num_seqs=1)
+        async with scripted_client(Answer(["a"], gate=gate), settings, card=card) as (client, link):
             link.tell = lambda *told: None  # so that what was submitted goes on waiting
             never = await client.post("/v1/completions", json={"prompt": [[1] * 6, [2] * 6]})
             first = asyncio.create_task(client.post("/v1/completions", json={"prompt": [[1]]}))
@@ -566,14 +573,50 @@ def test_while_a_long_prompt_is_turned_into_tokens_others_are_answered(monkeypat
     async def test():
         async with scripted_client(Answer(["a"])) as (client, _):
             monkeypatch.setattr(Tokenizer, "encode", held)
-            long = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a" * 5000}))
+            text = "a" * 100 + "é" * 5000  # of which this tokenizer knows the letters
+            long = asyncio.create_task(client.post("/v1/completions", json={"prompt": text}))
             await eventually(begun.is_set)
             short = await client.post("/v1/completions", json={"prompt": "a"})
             assert (short.status_code, long.done()) == (200, False)
             may_end.set()
-            assert (await long).json()["error"]["code"] == "context_length_exceeded"
+            assert (await long).json()["usage"]["prompt_tokens"] == 100
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a" * 5000}),
+        ("/v1/completions", {"prompt": ["b", "a" * 5000]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 5000}]}),
+        ("/v1/responses", {"input": "a" * 5000}),
+    ],
+)
+def test_a_text_that_is_surely_too_long_is_not_tokenised(path, body, monkeypatch):
+    encode = Tokenizer.encode
+
+    def short(self, text, **options):
+        assert len(text) < 200
+        return encode(self, text, **options)
+
+    async def test():
+        chats = tokenizer_with(default="{{ messages[0].content }}")
+        async with scripted_client(Answer(["a"]), tokenizer=chats) as (client, link):
+            monkeypatch.setattr(Tokenizer, "encode", short)
+            answer = await client.post(path, json=body)
+            fits = await client.post("/v1/completions", json={"prompt": "a" * 199, "max_tokens": 1})
+            metrics = await client.get("/metrics")
+            return answer, fits, metrics.text, len(link.submitted)
+
+    answer, fits, metrics, num_submitted = run(test())
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["message"].startswith(
+        "prompt has at least 5000 tokens; max_model_len=200 leaves room for at most 199"
+    )
+    assert (fits.status_code, num_submitted) == (200, 1)
+    assert 'octavo_requests_refused_total{reason="invalid"} 1.0' in metrics
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])

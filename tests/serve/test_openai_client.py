@@ -253,7 +253,8 @@ def test_a_wrong_key_is_an_authentication_error() -> None:
 
 def test_a_full_queue_is_a_rate_limit_error_and_a_dead_engine_unavailable() -> None:
     waits = Answer(["x"] * 3, gate_from=0)
-    with live_server(QWEN3, ServeSettings(max_waiting_requests=1), card=replace(BIG_CARD)) as server:
+    card = replace(BIG_CARD, max_num_seqs=1)
+    with live_server(QWEN3, ServeSettings(max_waiting_requests=1), card=card) as server:
 
         def script(submit: Submit) -> Answer:
             waits.gate = waits.gate or asyncio.Event()
@@ -262,6 +263,7 @@ def test_a_full_queue_is_a_rate_limit_error_and_a_dead_engine_unavailable() -> N
         server.answer = script
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
             first = client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+            client.chat.completions.create(model=MODEL, messages=HI, stream=True)
             with pytest.raises(openai.RateLimitError) as caught:
                 client.chat.completions.create(model=MODEL, messages=HI)
             assert int(caught.value.response.headers["retry-after"]) >= 1

@@ -28,6 +28,24 @@ def test_it_is_full_by_count_and_has_room_again_when_one_leaves():
         one.check(2, 1)
 
 
+def test_those_that_free_rows_are_left_for_do_not_count():
+    one = room(max_tokens=1000)
+    one.check(5, 1, num_free_rows=2)
+    with pytest.raises(
+        OverloadedError, match=r"0 requests are waiting, of at most 3 .*, and 2 more can run now; 6 came at"
+    ):
+        one.check(6, 1, num_free_rows=2)
+    for _ in range(5):
+        one.check(1, 1, num_free_rows=2)
+        one.enter(1)
+    with pytest.raises(
+        OverloadedError, match=r"busy: 3 requests are waiting, of at most 3 \([^,]*; try again"
+    ):
+        one.check(1, 1, num_free_rows=2)
+    with one.text(1), pytest.raises(OverloadedError):
+        one.check(1, 1, num_free_rows=3)
+
+
 def test_it_is_full_by_tokens_unless_it_is_empty():
     one = room()
     one.check(1, 1000)

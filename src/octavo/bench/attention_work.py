@@ -18,7 +18,8 @@ from octavo.kernels import backend
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """`lens_k` include the `q_len` new tokens of each sequence. block_size 0: packed keys, no cache."""
+    """`lens_k` include the `q_len` new tokens of each sequence. block_size 0: packed keys, no cache.
+    token_scales: a quantised cache has a scale for every token and head, as an engine's has."""
 
     lens_k: tuple[int, ...]
     q_len: int
@@ -26,6 +27,7 @@ class AttentionShape:
     block_size: int
     cache: str = "bf16"
     batch_invariant: bool = False
+    token_scales: bool = False
 
     @property
     def batch(self) -> int:
@@ -34,7 +36,8 @@ class AttentionShape:
     @property
     def kv_bytes(self) -> int:
         _, kv_heads, head_dim = self.heads
-        return 2 * sum(self.lens_k) * kv_heads * head_dim * DTYPES[self.cache].itemsize
+        size = head_dim * DTYPES[self.cache].itemsize + (4 if self.token_scales else 0)
+        return 2 * sum(self.lens_k) * kv_heads * size
 
     @property
     def qo_bytes(self) -> int:
@@ -128,6 +131,10 @@ def attention_inputs(shape: AttentionShape, memory: Memory) -> AttentionInputs:
         tables = order.view(sets, shape.batch, blocks)
     else:
         both = memory.values(2, sets, sum(shape.lens_k), kv_heads, head_dim, dtype=dtype)
+    scales: dict[str, Any] = {"k_scale": 0.05, "v_scale": 0.05} if shape.cache == "int8" else {}
+    if shape.token_scales:
+        each = torch.rand(2, *both.shape[1:4], device=memory.device) * 0.05 + 0.025
+        scales = {"k_scale": each[0], "v_scale": each[1]}
     sums = [0]
     for length in shape.lens_k:
         sums.append(sums[-1] + length)
@@ -142,7 +149,7 @@ def attention_inputs(shape: AttentionShape, memory: Memory) -> AttentionInputs:
         cu_seqlens_k=memory.ints(sums),
         lens_k=memory.ints(shape.lens_k),
         out=torch.empty(num_rows, heads, head_dim, device=memory.device, dtype=BF16),
-        scales={"k_scale": 0.05, "v_scale": 0.05} if shape.cache == "int8" else {},
+        scales=scales,
     )
 
 

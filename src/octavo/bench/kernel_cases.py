@@ -2,6 +2,8 @@
 
 Names: ``decode/<B>x<context>/<heads>-<kv heads>-<head_dim>/<block size>/<dtype of the cache>``; for prefill
 ``<B>x<new tokens>``, ``+<context>`` where tokens are cached already, ``packed`` for keys outside a cache.
+A quantised cache has one scale at most, or with ``-token-scales`` one for each token and head, as an engine's
+has.
 """
 
 from __future__ import annotations
@@ -54,12 +56,14 @@ def _decode(
     ragged: bool = False,
     q_len: int = 1,
     invariant: bool = False,
+    token_scales: bool = False,
     quick: bool = False,
 ) -> Case:
     lens = ragged_lengths(batch, context) if ragged else (context,) * batch
     what = f"{batch}x{'ragged' if ragged else ''}{context}{f'q{q_len}' if q_len > 1 else ''}"
-    shape = AttentionShape(lens, q_len, heads, block_size, cache, invariant)
-    name = f"decode/{what}/{_spelled(heads)}/{block_size}/{cache}{'-invariant' if invariant else ''}"
+    shape = AttentionShape(lens, q_len, heads, block_size, cache, invariant, token_scales)
+    form = "-invariant" if invariant else "-token-scales" if token_scales else ""
+    name = f"decode/{what}/{_spelled(heads)}/{block_size}/{cache}{form}"
     has_bar = heads in (QWEN3_0_6B, QWEN3_8B) and cache == "bf16" and not invariant
     return Case(
         name,
@@ -111,6 +115,7 @@ def cases() -> Iterator[Case]:
     for cache in ("fp8", "int8"):
         for batch, context in ((8, 32768), (256, 1024)):
             yield _decode(batch, context, QWEN3_0_6B, 16, cache, quick=batch == 8)
+            yield _decode(batch, context, QWEN3_0_6B, 16, cache, token_scales=True)
     for batch, context in ((1, 8192), (32, 8192), (256, 1024)):
         yield _decode(batch, context, QWEN3_0_6B, 16, invariant=True)
     yield _decode(32, 8192, QWEN3_0_6B, 16, q_len=4)

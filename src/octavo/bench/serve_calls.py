@@ -188,14 +188,15 @@ def read_trace(path: Path, *, speed: float = 1.0, as_text: bool = True, seed: in
                     calls.append(_call_of(entry, as_text, seed * 1_000_003 + number))
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigError(
-                        f"{path}: entry {number} is no call ({type(error).__name__}: {error}); a .jsonl line "
-                        "has timestamp (ms) or arrival_s, input_length or prompt, and output_length; a .csv "
-                        "has TIMESTAMP, ContextTokens, GeneratedTokens"
+                        f"trace: entry {number} is no call ({type(error).__name__}: {error}): {path}; a "
+                        ".jsonl line has timestamp (ms) or arrival_s, input_length or prompt, and "
+                        "output_length; a .csv has TIMESTAMP, ContextTokens, GeneratedTokens"
                     ) from error
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"the trace {path} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"trace: {str(path)!r} cannot be read: {why}") from error
     if not calls:
-        raise ConfigError(f"the trace {path} holds no call")
+        raise ConfigError(f"trace: {str(path)!r} holds no call")
     calls.sort(key=lambda call: call.at_s or 0.0)
     first_s = calls[0].at_s or 0.0
     return [Call(((call.at_s or 0.0) - first_s) / speed, call.prompt, call.output_len) for call in calls]

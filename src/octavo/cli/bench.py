@@ -12,6 +12,7 @@ import typer
 from octavo.cli.bench_engine import latency, serve_sim, throughput
 from octavo.cli.bench_kv_cache import kv_cache
 from octavo.cli.bench_serve import serve
+from octavo.cli.options import wrong_usage
 from octavo.cli.result_files import check_files, check_writable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -53,7 +54,8 @@ def kernels(
     check_files(json_file, plot_file)
     from octavo.bench import kernels as bench_kernels
 
-    chosen = bench_kernels.chosen(rows or [], quick)
+    with wrong_usage():
+        chosen = bench_kernels.chosen(rows or [], quick)
     if list_rows:
         print("\n".join(case.name for case in chosen))
         return 0

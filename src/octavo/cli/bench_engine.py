@@ -14,6 +14,7 @@ from octavo.cli.options import EngineOptions, Model, expands, wrong_usage
 from octavo.cli.result_files import JsonFile, PlotFile, check_files, write_rows
 from octavo.cli.session import open_llm
 from octavo.errors import ConfigError, nearest
+from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.bench.drive import Run
@@ -74,6 +75,7 @@ def throughput(
             max_output=max_output,
             **{name: value for name, value in beginnings.items() if value is not None},
         ).scaled(scale)
+        SamplingParams(temperature=temperature)
     requests = WORKLOADS[workload](shape, workload_seed)
     way_out = "lower --max-input and --max-output, or --scale"
     with (
@@ -160,14 +162,16 @@ def serve_sim(
     from octavo.bench.serve_sim import calls_of, simulate
 
     check_files(json_file, plot_file)
-    mix = Mix(
-        Lengths.parse("--input-lens", input_lens),
-        Lengths.parse("--output-lens", output_lens),
-        Arrivals(rate, burstiness),
-        as_text=False,
-        num_prefixes=num_prefixes,
-        prefix_len=prefix_len,
-    )
+    with wrong_usage():
+        mix = Mix(
+            Lengths.parse("input_lens", input_lens),
+            Lengths.parse("output_lens", output_lens),
+            Arrivals(rate, burstiness),
+            as_text=False,
+            num_prefixes=num_prefixes,
+            prefix_len=prefix_len,
+        )
+        SamplingParams(temperature=temperature)
     calls = calls_of(mix, num_requests, workload_seed)
     longest = max(len(call.prompt) + call.output_len for call in calls)
     way_out = "shorten --input-lens or --output-lens"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import expands
+from octavo.cli.options import expands, wrong_usage
 from octavo.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -127,32 +127,40 @@ class LoadOptions:
         return self.rate is not None or self.trace is not None
 
     def check(self) -> None:
-        """Raises ConfigError for what is wrong by itself."""
+        """Raises typer.BadParameter for what is wrong by itself."""
         for name in ("concurrency", "num_requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+                raise typer.BadParameter(f"{_option(name)} must be at least 1, got {value}")
         if self.num_warmups < 0:
-            raise ConfigError(f"num_warmups must be at least 0, got {self.num_warmups}")
+            raise typer.BadParameter(f"--num-warmups must be at least 0, got {self.num_warmups}")
         for name, other in _NEEDS.items():
             if getattr(self, name) is not None and getattr(self, other) is None:
-                raise ConfigError(f"{name} does nothing without {other}; give both or neither")
+                raise typer.BadParameter(
+                    f"{_option(name)} does nothing without {_option(other)}; give both or neither"
+                )
         for name in ("duration", "timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be above 0 seconds, got {value}")
+                raise typer.BadParameter(f"{_option(name)} must be above 0 seconds, got {value}")
+        if not 0 <= self.temperature < math.inf:
+            raise typer.BadParameter(f"--temperature must be at least 0, got {self.temperature}")
         if self.drop_share and self.no_stream:
-            raise ConfigError("drop_share needs streams: clients hang up in mid-answer; drop --no-stream")
+            raise typer.BadParameter(
+                "--drop-share needs streams: clients hang up in mid-answer; drop --no-stream"
+            )
         if self.trace is not None and self.rate is not None:
-            raise ConfigError("rate and trace exclude each other: a trace has its times; see --trace-speed")
+            raise typer.BadParameter(
+                "--rate and --trace exclude each other: a trace has its times; see --trace-speed"
+            )
         for name in _DRAWN if self.trace is not None else ():
             if getattr(self, name) is not None:
-                raise ConfigError(f"{name} is for drawn calls; leave it out with --trace")
+                raise typer.BadParameter(f"{_option(name)} is for drawn calls; leave it out with --trace")
         if self.rate is not None and math.isinf(self.rate) and self.duration and not self.num_requests:
-            raise ConfigError("with rate inf all calls leave at once; say how many with --num-requests")
+            raise typer.BadParameter("--rate inf: all calls leave at once; say how many with --num-requests")
 
     def calls(self, as_words: bool) -> Iterable[Call]:
-        """The calls of the run; a list where they can be made before it."""
+        """The calls of the run; a list where they can be made before it. ConfigError for what cannot be."""
         from octavo.bench.serve_calls import Arrivals, Lengths, Mix, read_trace
         from octavo.bench.workloads import MAX_TOKEN_ID
 
@@ -237,37 +245,43 @@ def serve(
     from octavo.bench.serve import Target, only_model, run_load
     from octavo.bench.serve_http import Endpoint
     from octavo.bench.serve_report import Slo, as_rows, as_text, draw, summarise, write_answers
-    from octavo.cli.result_files import check_writable
+    from octavo.cli.result_files import check_files, check_writable
 
-    for option, path in (("--json", json_file), ("--plot", plot_file), ("--requests", requests_file)):
-        if path is not None:
-            check_writable(path, option)
+    check_files(json_file, plot_file)
+    if requests_file is not None:
+        check_writable(requests_file, "--requests")
     if api not in ("chat", "completions"):
         raise typer.BadParameter(f"--api must be chat or completions; got {api!r}")
     load.check()
     as_words = _is_words(load.prompts, api)
     if as_words and load.max_token_id is not None:
-        raise ConfigError("max_token_id is for prompts of ids; use --prompts ids with --api completions")
+        raise typer.BadParameter("--max-token-id is for prompts of ids; use --prompts ids --api completions")
+    interval_s = _NULL_INTERVAL_S if null_interval is None else null_interval
     if null_interval is not None and not null_server:
-        raise ConfigError("null_interval does nothing without null_server; give both or neither")
+        raise typer.BadParameter("--null-interval does nothing without --null-server; give both or neither")
+    if not 0 <= interval_s < math.inf:
+        raise typer.BadParameter(f"--null-interval must be at least 0 seconds, got {interval_s}")
     if null_server and base_url is not None:
-        raise ConfigError("null_server and base_url exclude each other; leave one out")
-    slo = Slo.parse(goodput or [])
-    calls = load.calls(as_words)
+        raise typer.BadParameter("--null-server and --base-url exclude each other; leave one out")
+    with wrong_usage():
+        slo = Slo.parse(goodput or [])
+        calls = load.calls(as_words)
+        endpoint = Endpoint.parse(_BASE_URL if base_url is None else base_url)
+        headers = _headers(header or [])
+        extra_body = _extra_body(load.extra_body)
     with contextlib.ExitStack() as stack:
         if null_server:
-            interval_s = _NULL_INTERVAL_S if null_interval is None else null_interval
-            base_url = stack.enter_context(serve_null.running(interval_s))
+            endpoint = Endpoint.parse(stack.enter_context(serve_null.running(interval_s)))
         target = Target(
-            Endpoint.parse(_BASE_URL if base_url is None else base_url),
+            endpoint,
             model or "",
             api_key=api_key or ("" if null_server else os.environ.get("OPENAI_API_KEY", "")),
             is_chat=api == "chat",
             is_stream=not load.no_stream,
             temperature=load.temperature,
             ignore_eos=not load.no_ignore_eos,
-            extra_body=_extra_body(load.extra_body),
-            headers=_headers(header or []),
+            extra_body=extra_body,
+            headers=headers,
             timeout_s=load.timeout,
             reads_stamps=null_server,
         )
@@ -296,11 +310,17 @@ def serve(
     return 1 if summary.num_failed else 0
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _is_words(prompts: str | None, api: str) -> bool:
     if prompts not in (None, "words", "ids"):
         raise typer.BadParameter(f"--prompts must be words or ids; got {prompts!r}")
     if prompts == "ids" and api == "chat":
-        raise ConfigError("prompts: a chat takes no token ids; leave --prompts out or use --api completions")
+        raise typer.BadParameter(
+            "--prompts: a chat takes no token ids; leave --prompts out or use --api completions"
+        )
     return prompts == "words" or api == "chat"
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import typer
 
 from octavo.bench.kernel_cases import Case
 from octavo.bench.kernels import Bench, Measured
 from octavo.bench.peers import PEERS
-from octavo.bench.pictures import check_plot
 from octavo.bench.report import gpu_name, number, write_result
 from octavo.bench.roofline import plot
 from octavo.errors import ConfigError, nearest
@@ -27,17 +27,16 @@ def measure(
     """Measure the rows and print them; the exit status.
 
     Raises:
-        ConfigError: there is no GPU, no such peer, or no picture can be drawn there.
+        ConfigError: there is no GPU.
+        typer.BadParameter: there is no such peer.
     """
     known = list(dict.fromkeys(peer.name for peer in PEERS))
     for name in peer_names or ():
         if name not in known:
-            raise ConfigError(
+            raise typer.BadParameter(
                 f"--peers: unknown library {name!r}, expected all, none or some of {', '.join(known)}"
                 f"{nearest(name, known)}"
             )
-    if plot_file is not None:
-        check_plot(plot_file)
     if not torch.cuda.is_available():
         raise ConfigError(
             "bench kernels needs a GPU that torch can use, and there is none here. What runs on the CPU: "

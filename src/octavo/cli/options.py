@@ -98,11 +98,12 @@ class EngineOptions:
     ] = None
     eager: Annotated[bool, _engine("No CUDA graphs on a GPU.", "--eager")] = False
     cascade_attention: Annotated[
-        bool,
+        bool | None,
         _engine(
-            "Read what requests have in common once for eight, in graphs on a GPU.", "--cascade-attention"
+            "Read keys that requests have in common once for eight, in graphs on a GPU. Default: on there.",
+            "--cascade-attention/--no-cascade-attention",
         ),
-    ] = False
+    ] = None
     deterministic: Annotated[
         bool, _engine("The same bits whatever else is in the batch; slower on a GPU.", "--deterministic")
     ] = False
@@ -126,7 +127,6 @@ class EngineOptions:
             ("no_prefix_caching", "enable_prefix_caching", False),
             ("no_overlap", "overlap", False),
             ("eager", "enforce_eager", True),
-            ("cascade_attention", "cascade_attention", True),
             ("deterministic", "deterministic", True),
         ):
             if said.pop(option):

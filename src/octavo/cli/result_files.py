@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.errors import ConfigError
+from octavo.cli.options import wrong_usage
 
 if TYPE_CHECKING:
     from octavo.bench.report import Row
@@ -27,22 +27,26 @@ PlotFile = Annotated[
 
 
 def check_files(json_file: Path | None, plot_file: Path | None) -> None:
-    """ConfigError before the run for what could not be written after it."""
+    """Before the run, for what could not be written after it: typer.BadParameter, or ConfigError when
+    there is nothing to draw with.
+    """
     for option, path in (("--json", json_file), ("--plot", plot_file)):
         if path is not None:
             check_writable(path, option)
     if plot_file is not None:
-        from octavo.bench.pictures import check_plot
+        from octavo.bench.pictures import check_plot, new_figure
 
-        check_plot(plot_file)
+        with wrong_usage():
+            check_plot(plot_file)
+        new_figure(1, 1)
 
 
 def check_writable(path: Path, option: str = "--json") -> None:
-    """ConfigError now rather than after the run when no file can be written there."""
+    """typer.BadParameter now rather than after the run when no file can be written there."""
     if not path.parent.is_dir():
-        raise ConfigError(f"{option}: there is no folder {str(path.parent)!r}; make it first")
+        raise typer.BadParameter(f"{option}: there is no folder {str(path.parent)!r}; make it first")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{option}: {str(path)!r} cannot be written; name another file")
+        raise typer.BadParameter(f"{option}: {str(path)!r} cannot be written; name another file")
 
 
 def write_rows(json_file: Path | None, rows: list[Row]) -> None:

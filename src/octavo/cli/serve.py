@@ -52,7 +52,8 @@ class ServeOptions:
     ] = None
     max_body_bytes: Annotated[int | None, _limit("Largest request body, in bytes. Default: 8388608.")] = None
     max_waiting_requests: Annotated[
-        int | None, _limit("Most requests waiting; beyond, status 429. Default: 1024.")
+        int | None,
+        _limit("Most requests waiting for a row of --max-num-seqs; beyond, status 429. Default: 1024."),
     ] = None
     max_waiting_tokens: Annotated[
         int | None, _limit("Most prompt tokens waiting; likewise. Default: 1048576.")

@@ -20,14 +20,14 @@ def open_llm(model: str, engine: EngineOptions) -> LLM:
     # Imported here so that `--help` and usage errors do not wait for torch.
     engine.config(model)
     if not sys.stderr.isatty():
-        from octavo.llm import LLM
+        from octavo import LLM
 
         return LLM(model, **engine.llm_kwargs())
     from rich.console import Console
     from rich.text import Text
 
     with Console(stderr=True).status(Text(f"loading {model}")):
-        from octavo.llm import LLM
+        from octavo import LLM
 
         return LLM(model, **engine.llm_kwargs())
 

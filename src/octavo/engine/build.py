@@ -28,7 +28,7 @@ from octavo.engine.graph import CudaCapture
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.shared_prefixes import Sharing, sharing_for
+from octavo.engine.shared_prefixes import Sharing, parts_bytes, sharing_for
 from octavo.engine.warm_up import largest_step, layers_of_each_kind, smallest_step, steps_to_compile
 from octavo.errors import CapacityError, ConfigError
 from octavo.kernels import backend, warm_up
@@ -47,6 +47,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     Raises CapacityError when not one block fits, or a step has no room beside it.
     """
     may_shrink = config.max_num_batched_tokens is None
+    must_share = bool(config.cascade_attention)
     config = _resolve(config, loaded)
     assert config.max_model_len is not None
     spec = kv_cache_spec(loaded.config, dtype=config.kv_cache_dtype, block_size=config.block_size)
@@ -94,10 +95,11 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     logger.info("first steps in %.1f s", time.perf_counter() - began)
     longest = min(config.max_model_len, num_blocks * config.block_size)
     sharing, why_not = _sharing(config, loaded, spec, longest)
-    if config.cascade_attention and sharing is None:
+    if must_share and sharing is None:
         logger.warning("cascade_attention has no effect: %s", why_not)
     if _has_graphs(config, loaded, spec):
-        runner.use_graphs(config.max_model_len, CudaCapture(loaded.device), sharing)
+        capture = CudaCapture(loaded.device)
+        runner.use_graphs(config.max_model_len, capture, sharing, must_share=must_share)
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
@@ -121,10 +123,9 @@ def _sharing(
 ) -> tuple[Sharing | None, str]:
     """When decode steps read common keys once for several sequences of up to `longest` tokens; None = never,
     and why."""
-    assert config.max_num_batched_tokens is not None
-    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     if not config.cascade_attention:
         return None, "it is off"
+    num_rows = _num_rows(config)
     if not _has_graphs(config, loaded, spec):
         return None, "decode steps come from no CUDA graphs, as this model's kernels are not compiled"
     sharing = sharing_for(spec, loaded.model.weights_form, loaded.config.num_heads, loaded.dtype)
@@ -137,6 +138,12 @@ def _sharing(
             f"{num_rows} sequences of {longest} tokens have too few keys for it to be worth its launches"
         )
     return sharing, ""
+
+
+def _num_rows(config: EngineConfig) -> int:
+    """The most sequences that a step decodes."""
+    assert config.max_num_batched_tokens is not None
+    return min(config.max_num_seqs, config.max_num_batched_tokens)
 
 
 def _fitting(
@@ -207,6 +214,9 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
             seconds = time.perf_counter() - began
             if _has_graphs(config, loaded, spec):
                 step_bytes *= 2  # the graphs keep what a decode step takes to themselves
+                sharing, _ = _sharing(config, loaded, spec, config.max_model_len)
+                if sharing is not None:
+                    step_bytes += parts_bytes(_num_rows(config), loaded.config.num_heads, spec.head_dim)
             if config.overlap:  # steps under way keep their logits, and perhaps a copy that options changed
                 step_bytes += config.run_ahead * config.max_num_seqs * loaded.config.vocab_size * (4 + 4)
             free_bytes = _free_bytes(loaded.device) - step_bytes

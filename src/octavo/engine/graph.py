@@ -86,13 +86,14 @@ class CudaCapture:
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         cuda: Any = torch.cuda
-        stream = self._stream
-        stream.wait_stream(cuda.current_stream(self._device))
+        stream, current = self._stream, cuda.current_stream(self._device)
+        stream.wait_stream(current)
         with cuda.stream(stream):
             step()  # whatever a first call loads or allocates for good
-        cuda.current_stream(self._device).wait_stream(stream)
+        current.wait_stream(stream)
         graph = cuda.CUDAGraph()
-        with cuda.graph(graph, pool=self._pool, stream=stream):
+        # Where a capture breaks off, `cuda.graph` alone leaves its stream the current one.
+        with cuda.stream(current), cuda.graph(graph, pool=self._pool, stream=stream):
             result = step()
         self._pool = self._pool or graph.pool()
         return graph.replay, result
@@ -129,7 +130,7 @@ class DecodeGraphs:
 
     `last_token_ids` (num_rows + 1,) int64 is shared with the runner, which keeps it for steps of other kinds,
     too; its last entry belongs to the padding. `sharing`: when steps share what their sequences have in
-    common; None = never.
+    common; None = never. `must_share`: somebody asked for it, and is warned where it fails.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class DecodeGraphs:
         max_model_len: int,
         capture: Capture,
         sharing: Sharing | None,
+        must_share: bool,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -151,6 +153,7 @@ class DecodeGraphs:
         self._vocab_size = vocab_size
         self._capture = capture
         self._sharing = sharing
+        self._must_share = must_share
         self._device = device = last_token_ids.device
         self._num_rows = num_rows = batches.num_rows
         self._block_size = kv_cache.spec.block_size
@@ -201,27 +204,28 @@ class DecodeGraphs:
             for bucket in reversed(self.bucket_sizes)
             for with_filters in (True, False)
         ]
-        if not self._capture_all(ordinary, "steps are launched one kernel at a time"):
+        if not self._capture_all(ordinary, logging.WARNING, "steps are launched one kernel at a time"):
             return False
         # After the ordinary ones, whatever their size, so that they cost those nothing: by then the pool is
         # as large as the largest ordinary step needs.
         shared = [Form(bucket, True, True) for bucket in reversed(self.shared_bucket_sizes)]
-        if not self._capture_all(shared, "cascade_attention has no effect"):
+        level = logging.WARNING if self._must_share else logging.INFO
+        if not self._capture_all(shared, level, "cascade_attention has no effect"):
             self.shared_bucket_sizes = []
         seconds = time.perf_counter() - began
         logger.info("%d graphs of decode steps captured in %.1f s", len(self._graphs), seconds)
         return True
 
-    def _capture_all(self, forms: list[Form], otherwise: str) -> bool:
-        """Capture each of these, or keep none of them and warn of what is `otherwise`."""
+    def _capture_all(self, forms: list[Form], level: int, otherwise: str) -> bool:
+        """Capture each of these, or keep none of them and log, at that level, what is `otherwise`."""
         for form in forms:
             try:
                 self._graphs[form] = self._captured(form)
             except Exception as error:  # out of memory above all; steps without a graph still run
                 for made in forms:
                     self._graphs.pop(made, None)
-                logger.warning(
-                    "no CUDA graph for %d rows%s (%s: %s); %s",
+                logger.log(
+                    level, "no CUDA graph for %d rows%s (%s: %s); %s",
                     form.bucket, " that share keys" if form.shares else "", type(error).__name__,
                     str(error), otherwise,  # the error's traceback holds what was made
                 )  # fmt: skip

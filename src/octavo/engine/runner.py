@@ -76,9 +76,17 @@ class ModelRunner:
             last = self._last_token_ids.index_select(0, row)
             self._last_token_ids.index_copy_(0, row, last.clamp_min(0))
 
-    def use_graphs(self, max_model_len: int, capture: Capture, sharing: Sharing | None = None) -> None:
+    def use_graphs(
+        self,
+        max_model_len: int,
+        capture: Capture,
+        sharing: Sharing | None = None,
+        *,
+        must_share: bool = False,
+    ) -> None:
         """Run decode steps from graphs that `capture` makes, all of them now; from none where it cannot make
-        each of them, and then nothing is left of those it made.
+        each of them, and then nothing is left of those it made. Those for `sharing` may fail by themselves:
+        a warning says so if they `must_share`, else a line of the log.
         """
         graphs = DecodeGraphs(
             self.model,
@@ -89,6 +97,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             capture=capture,
             sharing=sharing,
+            must_share=must_share,
         )
         with self._running():
             if graphs.prepare():

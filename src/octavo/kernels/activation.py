@@ -12,27 +12,36 @@ _known_silu, _known_gelu = KnownCalls(), KnownCalls()
 
 
 @names_wrong_types
-def silu_and_mul(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` where ``x = [gate | up]``, computed in float32.
+def silu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` where ``x = [gate | up]``, or ``x = gate`` and up comes apart. In float32.
 
     Args:
-        x: (T, 2 * I), any float dtype, any strides with a contiguous last dimension. Not changed.
+        x: (T, 2 * I), or with `up` (T, I); any float dtype, any strides with a contiguous last dimension.
+            Not changed.
+        up: None, or (T, I) of the dtype of x, strides likewise. Not changed.
 
     Returns:
         (T, I), a new contiguous tensor of the dtype of x.
 
     Raises:
-        KernelArgumentError: x is not two-dimensional, or its last dimension is odd.
+        KernelArgumentError: x is not two-dimensional, its last dimension is odd, or up is not like x.
     """
-    call = _known_silu.get((x,))
+    call = _known_silu.get((x, up))
     if call is None:
         name = "silu_and_mul"
-        checks.tensor(name, "x", x, "T, 2 * I")
-        if x.shape[1] % 2:
-            raise checks.wrong(name, "the last dimension of x", "even: [gate | up]", x.shape[1])
-        call = prepared(backend.select(name, "cpu" if x.is_cpu else x.device.type, x.dtype), x)
-        _known_silu.keep(call, (x,))
-    out: Tensor = call(x)
+        if up is None:
+            checks.tensor(name, "x", x, "T, 2 * I")
+            if x.shape[1] % 2:
+                raise checks.wrong(name, "the last dimension of x", "even: [gate | up]", x.shape[1])
+        else:
+            checks.tensor(name, "x", x, "T, I")
+            checks.tensor(name, "up", up, "T, I", x.device)
+            if up.shape != x.shape or up.dtype != x.dtype:
+                expected = f"{x.dtype} of shape {tuple(x.shape)} like x"
+                raise checks.wrong(name, "up", expected, f"{up.dtype} of shape {tuple(up.shape)}")
+        call = prepared(backend.select(name, "cpu" if x.is_cpu else x.device.type, x.dtype), x, up)
+        _known_silu.keep(call, (x, up))
+    out: Tensor = call(x, up)
     return out
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from octavo.kernels import backend, checks
 from octavo.kernels.argument_types import names_wrong_types
+from octavo.kernels.known_calls import KnownCalls, prepared
+
+_known = KnownCalls()
 
 
 @names_wrong_types
 def apply_rotary(
-    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, *, interleaved: bool = False
+    q: Tensor,
+    k: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Turn the first ``rotary_dim`` channels of every head of q and k by their token's angles, in place.
 
@@ -27,15 +38,36 @@ def apply_rotary(
         cos_sin_cache: (max_position, rotary_dim) float32; a row is rotary_dim / 2 cosines, then as many
             sines.
         positions: (T,) int64, each from 0 to max_position - 1.
+        out: None, or tensors like q and k, in other memory, which get the results: all their channels are
+            written, and q and k stay as they are. Strides may differ, the last dimension is contiguous.
 
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong, or (on the CPU) a position has no row.
     """
+    tensors = (q, k, cos_sin_cache, positions, *(out or (None, None)))
+    call = _known.get(tensors, interleaved)
+    if call is None:
+        call = _checked(q, k, cos_sin_cache, positions, interleaved, out)
+        _known.keep(call, tensors, interleaved)
+    call(q, k, cos_sin_cache, positions, interleaved, out)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    out: tuple[Tensor, Tensor] | None,
+) -> Callable[..., None]:
+    """The kernel for such a call, if it is a right one."""
     name = "apply_rotary"
-    device = q.device
     check_rotary(name, q, k, cos_sin_cache, positions, interleaved)
-    kernel = backend.select(name, "cpu" if q.is_cpu else device.type, q.dtype)
-    kernel(q, k, cos_sin_cache, positions, interleaved)
+    if out is not None:
+        for argument, x, like in (("out[0]", out[0], q), ("out[1]", out[1], k)):
+            checks.exactly(name, argument, x, tuple(like.shape), q.device, (q.dtype,))
+    kernel = backend.select(name, "cpu" if q.is_cpu else q.device.type, q.dtype)
+    return prepared(kernel, q, k, cos_sin_cache, positions, interleaved, out)
 
 
 def check_rotary(

@@ -91,6 +91,8 @@ class AsyncEngine:
         # Of answers that are not streamed: those of each continuation so far.
         self._logprobs: dict[str, dict[int, list[dict[int, Logprob]]]] = {}
         self._num_active = 0
+        self._num_rows_held = 0
+        """Rows of the engine that running requests hold, one for each continuation."""
         self._room = WaitingRoom(settings)
         self._heard_s = 0.0
         self._is_deaf = True
@@ -180,6 +182,18 @@ class AsyncEngine:
         with self._room.text(num_tokens):
             return await self._loop.run_in_executor(self._threads, work)
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a prompt; for threads as well. What shows that it is too long before it is tokenised
+        never is: RequestError as from `check_length`, and those of `Tokenizer.encode`.
+        """
+        tokenizer = self.tokenizer
+        if len(text) > min(self.model.max_model_len - 1, self.settings.max_waiting_tokens):
+            fewest = tokenizer.fewest_tokens(text)
+            if (problem := self._length_problem(fewest)) is not None:
+                self._loop.call_soon_threadsafe(self._listener.refused, "invalid")
+                raise RequestError(f"prompt has at least {fewest} tokens; {problem}")
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     # Requests
 
     def submit(
@@ -218,7 +232,7 @@ class AsyncEngine:
         if request_id in self._generations:
             raise RequestError(f"request_id {request_id!r} is already running; choose another")
         self.check_room(1, num_tokens)
-        generation = Generation(request_id, prompt, prompt_token_ids, self._abort)
+        generation = Generation(request_id, prompt, prompt_token_ids, self._abort, num_rows=params.n)
         if self._num_active == 0:
             self._heard_s = self._loop.time()
         # Log probabilities come piece by piece: those of a whole answer at once would hold all steps up.
@@ -237,32 +251,39 @@ class AsyncEngine:
         self._listener.submitted(request_id, num_tokens)
         return generation
 
+    @property
+    def max_requests(self) -> int:
+        """Most requests that are ever taken at one moment: one in each row, and a full queue."""
+        return self.model.max_num_seqs + self.settings.max_waiting_requests
+
     def check_length(self, num_tokens: int) -> None:
         """RequestError when no prompt of so many tokens is ever taken.
 
         Said here, so that a million ids need not travel to hear it, and before any `check_room`.
         """
-        limit = self.settings.max_waiting_tokens
-        longest = self.model.max_model_len - 1
-        if num_tokens > longest:
-            problem = (
+        if (problem := self._length_problem(num_tokens)) is not None:
+            self._listener.refused("invalid")
+            raise RequestError(f"prompt has {num_tokens} tokens; {problem}")
+
+    def _length_problem(self, num_tokens: int) -> str | None:
+        """Why no prompt of so many tokens is ever taken; None when one may be."""
+        if num_tokens > (longest := self.model.max_model_len - 1):
+            return (
                 f"max_model_len={self.model.max_model_len} leaves room for at most {longest} and one new "
                 "token; shorten it, or raise max_model_len where the model allows more"
             )
-        elif num_tokens > limit:
-            problem = (
+        if num_tokens > (limit := self.settings.max_waiting_tokens):
+            return (
                 f"this server queues at most {limit}; shorten it, or start the server with a larger "
                 "--max-waiting-tokens"
             )
-        else:
-            return
-        self._listener.refused("invalid")
-        raise RequestError(f"prompt has {num_tokens} tokens; {problem}")
+        return None
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
         """OverloadedError when the queue cannot take so many requests with so many prompt tokens now."""
+        num_rows = 0 if self._model is None else self._model.max_num_seqs
         try:
-            self._room.check(num_requests, num_tokens)
+            self._room.check(num_requests, num_tokens, max(0, num_rows - self._num_rows_held))
         except OverloadedError:
             self._listener.refused("overloaded")
             raise
@@ -392,6 +413,8 @@ class AsyncEngine:
         ended = []
         for request_id in news.started:
             if (generation := self._generations.get(request_id)) is not None:
+                if not generation.is_started:
+                    self._num_rows_held += generation.num_rows
                 self._leave_queue(generation)
                 self._room.last_wait_s = self._heard_s - generation.submitted_s
         generations = self._generations
@@ -444,12 +467,14 @@ class AsyncEngine:
 
     def _end(self, generation: Generation) -> None:
         """It no longer counts, whatever the engine still has to say about it. Ending it twice is a no-op."""
+        has_rows = generation.is_started
         self._leave_queue(generation)
         self._logprobs.pop(generation.request_id, None)
         if generation.timer is not None:
             generation.timer.cancel()
         if not generation.is_over:
             self._num_active -= 1
+            self._num_rows_held -= generation.num_rows if has_rows else 0
             if self._num_active == 0:
                 self._idle.set()
 

@@ -65,7 +65,7 @@ async def prepare_chat(
     try:
         prompt, token_ids = await engine.off_loop(
             body_size.get(),
-            lambda: _encode(body, tokenizer, settings, has_tools=calls is not None),
+            lambda: _encode(body, engine, settings, has_tools=calls is not None),
             is_prompt=True,
         )
     except RequestError as error:
@@ -162,11 +162,11 @@ def render_prompt(
 
 
 def _encode(
-    body: ChatRequest, tokenizer: Tokenizer, settings: ServeSettings, *, has_tools: bool
+    body: ChatRequest, engine: AsyncEngine, settings: ServeSettings, *, has_tools: bool
 ) -> tuple[str, list[int]]:
-    prompt = render_prompt(body, tokenizer, settings, has_tools=has_tools)
+    prompt = render_prompt(body, engine.tokenizer, settings, has_tools=has_tools)
     # The template writes the special tokens itself, BOS included.
-    return prompt, tokenizer.encode(prompt, add_special_tokens=False)
+    return prompt, engine.encode(prompt, add_special_tokens=False)
 
 
 def _template_options(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:

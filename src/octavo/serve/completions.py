@@ -75,18 +75,17 @@ async def _encode(
 ) -> list[tuple[str | None, list[int]]]:
     """Each prompt's text, where it has one, and its ids."""
     prompts: list[Any] = [body.prompt] if _is_one(body.prompt) else list(body.prompt)
-    if len(prompts) > settings.max_waiting_requests:
+    if len(prompts) > engine.max_requests:
         raise ApiError(
             400,
-            f"prompt holds {len(prompts)} prompts; this server takes at most {settings.max_waiting_requests} "
-            "at once",
+            f"prompt holds {len(prompts)} prompts; this server takes at most {engine.max_requests} at once "
+            "(max_num_seqs and max_waiting_requests); send fewer a request",
             param="prompt",
         )
     if isinstance(prompts[0], str):
-        tokenizer = engine.tokenizer
         all_ids = await engine.off_loop(
             body_size.get(),
-            lambda: [tokenizer.encode(text) for text in prompts],
+            lambda: [engine.encode(text) for text in prompts],
             is_prompt=len(prompts) == 1,
         )
     else:

@@ -100,7 +100,7 @@ def load(config: EngineConfig, tell: Callable[[Stage], None]) -> tuple[Engine, M
         tell(Stage(name, now - began))
         began = now
 
-    from octavo.llm import LLM
+    from octavo import LLM
 
     stage_done("imports")
 

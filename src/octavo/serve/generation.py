@@ -35,10 +35,13 @@ class Generation:
         prompt: str | None,
         prompt_token_ids: Sequence[int],
         on_abort: Callable[[Generation], None],
+        num_rows: int = 1,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
+        self.num_rows = num_rows
+        """Rows of the engine that it holds while it runs."""
         self.output: RequestOutput | None = None
         self.error: Exception | None = None
         self.is_accepted = False

@@ -32,8 +32,9 @@ class ServeSettings:
         cors_origins: origins a browser may ask from (``*`` for all); empty: only the server's own page.
         max_body_bytes: larger bodies are status 413. A million tokens are about 4 MiB of text.
     How much at once:
-        max_waiting_requests, max_waiting_tokens: bounds of the queue, by requests and by prompt tokens;
-            beyond them status 429 with Retry-After. A prompt that is longer by itself is status 400.
+        max_waiting_requests, max_waiting_tokens: bounds of the queue, by requests that no free row of
+            `max_num_seqs` is left for, and by prompt tokens of all that wait; beyond them status 429 with
+            Retry-After. A prompt that is longer by itself is status 400.
         request_timeout_s: a request that takes longer ends with status 408; None: no limit.
         slow_reader_s: a client that takes nothing for this long is cut off.
         idle_connection_s: a connection that asks nothing for this long is closed.

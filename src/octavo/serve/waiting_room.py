@@ -30,17 +30,22 @@ class WaitingRoom:
         self._num_texts = 0
         self._num_text_tokens = 0
 
-    def check(self, num_requests: int, num_tokens: int) -> None:
+    def check(self, num_requests: int, num_tokens: int, num_free_rows: int = 0) -> None:
         """OverloadedError when so many requests with so many prompt tokens have no room now.
 
-        Among no others any number of tokens has: a text's is only a guess, and must not be refused for ever.
+        `num_free_rows`: rows of the engine that nobody holds. As many of those in the queue go on at the next
+        step, so that they wait for nobody and do not count. Among no others any number of tokens has room: a
+        text's is only a guess, and must not be refused for ever.
         """
         settings = self._settings
         num_waiting = self.num_requests + self._num_texts
         num_waiting_tokens = self._num_tokens + self._num_text_tokens
-        if num_waiting + num_requests > settings.max_waiting_requests:
-            what = f"{num_waiting} requests are waiting, of at most {settings.max_waiting_requests} "
+        if num_waiting + num_requests > settings.max_waiting_requests + num_free_rows:
+            num_blocked = max(0, num_waiting - num_free_rows)
+            what = f"{num_blocked} requests are waiting, of at most {settings.max_waiting_requests} "
             what += "(max_waiting_requests)"
+            if num_waiting < num_free_rows:
+                what += f", and {num_free_rows - num_waiting} more can run now; {num_requests} came at once"
         elif num_waiting and num_waiting_tokens + num_tokens > settings.max_waiting_tokens:
             what = (
                 f"{num_waiting_tokens} prompt tokens are waiting and {num_tokens} more came; at most "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
@@ -11,6 +12,7 @@ from octavo.errors import ModelError, RequestError
 from octavo.text.pieces import DecodeRule, TokenPieces
 
 if TYPE_CHECKING:
+    from octavo.text.fewest_tokens import FewestTokens
     from octavo.text.recipe import TokenizerRecipe
 
 
@@ -110,6 +112,16 @@ class Tokenizer:
         if suffix and ids[-len(suffix) :] == suffix:
             suffix = []
         return [*prefix, *ids, *suffix]
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens `encode(text)` has at least, much sooner than that says; 0 when not known."""
+        return 0 if self._fewest is None else self._fewest.count(text)
+
+    @cached_property
+    def _fewest(self) -> FewestTokens | None:
+        from octavo.text.fewest_tokens import FewestTokens
+
+        return FewestTokens.of(self._backend)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Invalid UTF-8 becomes U+FFFD, ids outside the vocabulary nothing."""

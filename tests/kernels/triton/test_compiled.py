@@ -156,6 +156,33 @@ def test_attention_multiplies_in_matrix_units(arch: int, compiled: Compiled) -> 
     assert_no_kernel_is(low_precision, lambda one: count(one, instruction) == 0, "_prefill", "attend")
 
 
+def test_over_one_byte_the_matrix_unit_multiplies_no_empty_rows(arch: int, compiled: Compiled) -> None:
+    """Keys as rows: each warp's two times 16 keys by 8 columns of queries, and back, 128 dims deep."""
+    calls = {
+        call: result
+        for call, result in compiled.items()
+        if re.match("decode .*(fp8|int8)", call) and "softcap" not in call and "error" not in result
+    }
+    assert len(calls) == {90: 9, 89: 4}.get(arch, 2)
+    for call, decode in kernels_of(calls, "_decode"):
+        assert (call, decode["num_warps"], count(decode, "HMMA")) == (call, 2, 32)
+        assert count(decode, r"HMMA\.16816") == 32
+
+
+def test_over_one_byte_programs_run_side_by_side(everything: dict[int, Compiled]) -> None:
+    """As many as the defaults have for a multiprocessor: 64 K registers, 228 KB, of which each takes one."""
+    for call, decode in kernels_of(everything[90], "_decode"):
+        if re.match("decode .*(fp8|int8)", call) and "softcap" not in call:
+            programs = 4 if re.search("one scale|block 64", call) else 5
+            assert programs * decode["registers"] * 64 <= 65536, call
+            assert programs * (decode["shared"] + 1024) <= 228 * 1024, call
+
+
+def test_options_over_one_byte_take_the_form_that_knows_them(everything: dict[int, Compiled]) -> None:
+    ((_, decode),) = kernels_of({"": everything[90]["decode 4/2/64 fp8 softcap"]}, "_decode")
+    assert (decode["num_warps"], decode["registers"]) == (4, 128)
+
+
 def test_experts_multiply_in_matrix_units_and_fetch_ahead(arch: int, compiled: Compiled) -> None:
     calls = {
         call: result

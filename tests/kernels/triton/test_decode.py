@@ -24,18 +24,10 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 @pytest.fixture
 def finely_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 keys, and ranges as short as one, so that a few dozen keys are cut into pieces."""
+    """Tiles of 16 keys by query, and ranges as short as one, so that a few dozen keys are cut into pieces."""
 
     def parameters(kernel: str, device: torch.device, key: str, default: dict[str, int]) -> dict[str, int]:
-        return {
-            **default,
-            "BLOCK_N": 16,
-            "LEAST_KEYS": 16,
-            "PROGRAMS": 4,
-            "TAIL_RANKS": 1,
-            "TAIL": 3,
-            "MERGE_ROWS": 64,
-        }
+        return {**default, "BY_KEY": 0, "BLOCK_N": 16, "LEAST_KEYS": 16, "PROGRAMS": 4}
 
     monkeypatch.setattr(decode, "parameters", parameters)
 

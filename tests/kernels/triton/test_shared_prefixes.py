@@ -17,10 +17,11 @@ pytestmark = pytest.mark.usefixtures("triton_room", "finely_cut")
 
 @pytest.fixture
 def finely_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 keys, and ranges as short as one."""
+    """Tiles of 16 keys, or of two blocks of 16 where keys are rows, and ranges as short as one."""
 
     def parameters(kernel: str, device: torch.device, key: str, default: dict[str, int]) -> dict[str, int]:
-        return {**default, "BLOCK_N": 16, "LEAST_KEYS": 16, "PROGRAMS": 4}
+        tile = {"BLOCK_N": 32 if default["BY_KEY"] else 16, "num_warps": 1}
+        return {**default, **tile, "LEAST_KEYS": 16, "PROGRAMS": 4}
 
     monkeypatch.setattr(decode_kernel, "parameters", parameters)
 

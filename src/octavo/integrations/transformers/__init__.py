@@ -31,9 +31,10 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDES
 
 from octavo.integrations.transformers import continuous  # noqa: E402  (it needs Transformers)
 from octavo.integrations.transformers.attention import attention, paged_attention  # noqa: E402
+from octavo.integrations.transformers.fusing import Fused, fuse, unfuse  # noqa: E402
 from octavo.integrations.transformers.masks import octavo_mask  # noqa: E402
 
-__all__ = ["attention", "octavo_mask", "paged_attention", "register"]
+__all__ = ["Fused", "attention", "fuse", "octavo_mask", "paged_attention", "register", "unfuse"]
 
 
 def register() -> None:

@@ -16,11 +16,14 @@ def supports(x_dtype: torch.dtype) -> str | None:
     return host.unfit_reason() if x_dtype in host.DTYPE_NAMES else f"no compiled kernel for {x_dtype}"
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """`silu(gate) * up` of `x = [gate | up]`."""
+def silu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up` of `x = [gate | up]`, or of `x` and `up` apart."""
     from octavo.kernels.cpu import small_kernels
 
-    return _run(small_kernels.silu_kernel(host.DTYPE_NAMES[x.dtype]), x, x.shape[1] // 2)
+    kernel = small_kernels.silu_kernel(host.DTYPE_NAMES[x.dtype])
+    width = x.shape[1] // 2 if up is None else x.shape[1]
+    up = x[:, width:] if up is None else up
+    return _run(kernel, x, width, up.data_ptr(), up.stride(0) * up.element_size())
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -30,10 +33,10 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return _run(small_kernels.gelu_kernel(host.DTYPE_NAMES[x.dtype]), x, x.shape[1])
 
 
-def _run(kernel: int, x: Tensor, width: int) -> Tensor:
+def _run(kernel: int, x: Tensor, width: int, *up: int) -> Tensor:
     rows = x.shape[0]
     out = torch.empty((rows, width), dtype=x.dtype)
     stride = x.stride(0) * x.element_size()
-    parameters = (rows, width, x.data_ptr(), stride, out.data_ptr(), _ROWS_PER_TASK)
+    parameters = (rows, width, x.data_ptr(), stride, out.data_ptr(), _ROWS_PER_TASK, *up)
     threads.run(kernel, parameters, parallel=out.numel() > _PARALLEL_ITEMS)
     return out

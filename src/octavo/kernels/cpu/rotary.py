@@ -16,9 +16,16 @@ def supports(q_dtype: torch.dtype) -> str | None:
     return host.unfit_reason() if q_dtype in host.DTYPE_NAMES else f"no compiled kernel for {q_dtype}"
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, interleaved: bool) -> None:
-    """Turn the first `rotary_dim` channels of every head of `q` and `k`, in place."""
-    rotate_into(q, k, q, k, cos_sin_cache, positions, interleaved)
+def apply_rotary(
+    q: Tensor,
+    k: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Turn the first `rotary_dim` channels of every head of `q` and `k`, in place or into `out`."""
+    rotate_into(*(out or (q, k)), q, k, cos_sin_cache, positions, interleaved)
 
 
 def rotate_into(

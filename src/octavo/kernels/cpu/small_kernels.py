@@ -259,6 +259,8 @@ def _silu(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
         x_row = load_i64(block, 5)
         out = load_i64(block, 6)
         rows_per_task = load_i64(block, 7)
+        other = load_i64(block, 8)
+        other_row = load_i64(block, 9)
         whole = width // lanes * lanes
         one = splat(float32(1.0), lanes)
         zero = splat(float32(0.0), lanes)
@@ -268,7 +270,7 @@ def _silu(dtype: str, lanes: int, digest: str) -> Callable[[int], None]:
                 break
             for row in range(first, min(first + rows_per_task, rows)):
                 gate = x + row * x_row
-                up = gate + width * item
+                up = other + row * other_row
                 to = out + row * width * item
                 for c in range(0, whole, lanes):
                     g = load(gate + c * item, dtype, lanes)

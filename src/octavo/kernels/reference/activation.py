@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """`silu(gate) * up` of `x = [gate | up]`."""
-    gate, up = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).chunk(2, dim=-1)
-    return (functional.silu(gate) * up).to(x.dtype)
+def silu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up` of `x = [gate | up]`, or of `x` and `up` apart."""
+    gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (functional.silu(gate.to(compute)) * up.to(compute)).to(x.dtype)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

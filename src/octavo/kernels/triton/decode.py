@@ -15,7 +15,9 @@ batch. `_merge_pieces` is a second small launch: program p merges the item that 
 first to cut, in the order of the keys. Same lengths, same cuts, same bits.
 
 The GROUP query heads of a KV head, and the rows of a draft, are packed into the BLOCK_M rows of one matrix
-product: row r is head ``r % GROUP`` of token ``r // GROUP``.
+product: row r is head ``r % GROUP`` of token ``r // GROUP``. What becomes of a range of keys is in
+`decode_by_query.py`, and for few rows over a one-byte cache in `decode_by_key.py`; BY_KEY is then the number
+of warps, and BLOCK_M 8.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -30,24 +32,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton import decode_plan, is_interpreted, tiles
+from octavo.kernels.triton import decode_by_key, decode_by_query, decode_plan, is_interpreted, tiles
 from octavo.kernels.triton.attention_arguments import (
     MERGE_FACTS,
     UNALIGNED,
     UNSPECIALISED,
     arguments,
     num_processors,
-    shape_key,
     tensors_of,
 )
 from octavo.kernels.triton.decode_invariant import decode_invariant
-from octavo.kernels.triton.decode_tiles import load_quickly, logarithms, look_up
+from octavo.kernels.triton.decode_parameters import key_and_defaults, query_rows
+from octavo.kernels.triton.decode_tiles import NOTHING
 from octavo.kernels.triton.launch import Prepared, direct
 from octavo.kernels.triton.launch import options as launch_options
 from octavo.kernels.triton.tuning import Parameters, parameters
 
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: finite, so that it subtracts
 _PLAN = ("ranks", "least")
 
 
@@ -65,8 +65,9 @@ def _decode(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, SAME_STRIDES: tl.constexpr, ASSEMBLY: tl.constexpr,
-    PIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr, PDL: tl.constexpr,
+    PIN: tl.constexpr, BY_KEY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if PDL:
@@ -93,12 +94,10 @@ def _decode(
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, BLOCK_N)
-    # Whether each tile lies inside one block.
-    INSIDE: tl.constexpr = BLOCK_N <= BLOCK_SIZE
-    FUSES_SCALES: tl.constexpr = K_SCALES == 2 and V_SCALES == 2 and softcap is None and alibi_slopes is None
     # Inside one block or run: where a tile's keys are relative to its first.
     k_within = offsets.to(tl.int64) * k_stride_slot
     v_within = offsets.to(tl.int64) * v_stride_slot
+    IS_CUT: tl.constexpr = left is not None or leftpad is not None
 
     while unit < end:
         q_begin, q_len, k_begin, k_len, first, per_item, units = decode_plan.work(
@@ -141,94 +140,42 @@ def _decode(
 
             k_head = k + head * k_stride_head
             v_head = v + head * v_stride_head
+            k_scale_head = None
+            v_scale_head = None
             if K_SCALES == 2:
                 k_scale_head = k_scale + head * k_scale_stride_head
             if V_SCALES == 2:
                 v_scale_head = v_scale + head * v_scale_stride_head
-            if BLOCK_SIZE == 0:
-                if block_table is not None:
-                    run = tl.load(block_table + b.to(tl.int64) * table_stride, mask=k_len > first, other=0)
-                    run = run.to(tl.int64)
-                    base = tl.zeros([], tl.int64)
-                else:
-                    run = tl.zeros([], tl.int64)
-                    base = k_begin.to(tl.int64)
+            table_row = None
+            run = None
+            base = None
             if BLOCK_SIZE > 0:
                 table_row = block_table + b.to(tl.int64) * table_stride
-                next_blocks = look_up(table_row, from_key, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE)
-
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            high = tl.full([BLOCK_M], _NOTHING, tl.float32)
-            # Summed over the keys at the end: one exchange between warps less in every tile.
-            totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for start in range(from_key, to_key, BLOCK_N):
-                keys = start + offsets
-                seen = keys < to_key
-                if left is not None or leftpad is not None:
-                    seen = seen & (keys >= first)
-                if BLOCK_SIZE == 0:
-                    block = run
-                    slot = base + start
-                else:
-                    # Looked up one tile ahead, so that keys and values wait for no table.
-                    block = next_blocks.to(tl.int64)
-                    next_blocks = look_up(
-                        table_row, start + BLOCK_N, first, to_key, BLOCK_SIZE, BLOCK_N, INSIDE
-                    )
-                    if INSIDE:
-                        slot = tl.zeros([], tl.int64) + (start & (BLOCK_SIZE - 1))
-                    else:
-                        slot = (keys & (BLOCK_SIZE - 1)).to(tl.int64)
-                k_places = block * k_stride_block + slot * k_stride_slot
-                v_places = k_places
-                if not SAME_STRIDES:
-                    v_places = block * v_stride_block + slot * v_stride_slot
-                if BLOCK_SIZE == 0 or INSIDE:
-                    k_places = k_places + k_within
-                    v_places = v_places + v_within
-                    slot = slot + offsets
-                k_at = k_head + k_places[:, None] + dims[None, :]
-                v_at = v_head + v_places[:, None] + dims[None, :]
-                k_scales = None
-                v_scales = None
-                # The scale of a token nobody sees is 0, as may be that of a token that is all 0.
-                if K_SCALES == 2:
-                    k_scale_at = k_scale_head + block * k_scale_stride_block + slot * k_scale_stride_slot
-                    k_scales = tl.load(k_scale_at, mask=seen, other=0.0)
-                if V_SCALES == 2:
-                    v_scale_at = v_scale_head + block * v_scale_stride_block + slot * v_scale_stride_slot
-                    v_scales = tl.load(v_scale_at, mask=seen, other=0.0)
-
-                k_tile = load_quickly(k_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN == 2)
-                products = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                if v_scales is not None:
-                    weight_of_value = logarithms(v_scales, ASSEMBLY)
-                if FUSES_SCALES:
-                    s = tl.fma(products, (k_scales * (scale * _LOG2_E))[None, :], weight_of_value[None, :])
-                else:
-                    s = tiles.scores(products, scale, softcap, slopes, position, keys, k_scales, PLAIN)
-                    if v_scales is not None:
-                        s += weight_of_value[None, :]
-                visible = keys[None, :] < above[:, None]
-                if left is not None or leftpad is not None:
-                    visible = visible & (keys[None, :] >= low[:, None])
-                s = tl.where(visible, s, float("-inf"))
-                if PLAIN:
-                    new_high = tl.maximum(high, tl.max(s, 1) * (scale * _LOG2_E))
-                    p = tl.exp2(tl.fma(s, scale * _LOG2_E, -new_high[:, None]))
-                else:
-                    new_high = tl.maximum(high, tl.max(s, 1))
-                    p = tl.exp2(s - new_high[:, None])
-                shrink = tl.exp2(high - new_high)
-                high = new_high
-                totals = totals * shrink[:, None]
-                if v_scales is not None:
-                    totals += p * tl.exp2(-weight_of_value)[None, :]
-                else:
-                    totals += p
-                v_tile = load_quickly(v_at, seen, HEAD_DIM, BLOCK_D, COMPUTE, ASSEMBLY, PIN > 0)
-                acc = tl.dot(p.to(COMPUTE), v_tile, acc * shrink[:, None], input_precision="ieee")
-            total = tl.sum(totals, 1)
+            elif block_table is not None:
+                run = tl.load(block_table + b.to(tl.int64) * table_stride, mask=k_len > first, other=0)
+                run = run.to(tl.int64)
+                base = tl.zeros([], tl.int64)
+            else:
+                run = tl.zeros([], tl.int64)
+                base = k_begin.to(tl.int64)
+            strides = (
+                k_stride_block, k_stride_slot, v_stride_block, v_stride_slot,
+                k_scale_stride_block, k_scale_stride_slot, v_scale_stride_block, v_scale_stride_slot,
+            )  # fmt: skip
+            bounds = (from_key, to_key, first, low, above)
+            if BY_KEY:
+                acc, high, total = decode_by_key.absorb(
+                    q_tile, k_head, v_head, k_scale_head, v_scale_head, strides, table_row, bounds, scale,
+                    IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, BY_KEY,
+                    BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+            else:
+                acc, high, total = decode_by_query.absorb(
+                    q_tile, k_head, v_head, k_scale_head, v_scale_head, strides, table_row, bounds, scale,
+                    run, base, offsets, k_within, v_within, softcap, slopes, position,
+                    PLAIN, IS_CUT, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, SAME_STRIDES, ASSEMBLY, PIN,
+                    BLOCK_M, BLOCK_N,
+                )  # fmt: skip
 
             if count == per_item:
                 tiles.store_rows(
@@ -284,14 +231,14 @@ def _merge_pieces(
         row = tl.program_id(1)
         dims = tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_D], tl.float32)
-        high = tl.full([], _NOTHING, tl.float32)
+        high = tl.full([], NOTHING, tl.float32)
         total = tl.zeros([], tl.float32)
         for first in range(0, count, PIECES):
             piece = first + tl.arange(0, PIECES)
             there = piece < count
             # An item begins in the second slot of its first rank, and goes on in the first of the next.
             at = (2 * (program + piece * NUM_KV_HEADS) + (piece == 0).to(tl.int32)) * ROWS + row
-            highs = tl.load(piece_sums + at * 2, mask=there, other=_NOTHING)
+            highs = tl.load(piece_sums + at * 2, mask=there, other=NOTHING)
             sums = tl.load(piece_sums + at * 2 + 1, mask=there, other=0.0)
             acc_at = piece_acc + at[:, None] * BLOCK_D + dims[None, :]
             accs = tl.load(acc_at, mask=there[:, None], other=0.0)
@@ -352,12 +299,10 @@ def decode_attention(
 
 def prepare(facts: dict[str, Any], max_seqlen_q: int, max_seqlen_k: int) -> Callable[..., None]:
     """Both launches, as `prepare_launches` makes them, for the bounds of a call, not batch-invariant."""
-    q, k = facts["q"], facts["k"]
     longest = min(max_seqlen_q, tiles.SHORT)
     # Beside prompts, sequences of this kernel mostly have one row, and tiles for more would be slower.
     together = longest if max_seqlen_q <= tiles.SHORT else 1
-    key = parameters_key(q, k, facts["BLOCK_SIZE"], together)
-    given = parameters("decode_attention", q.device, key, default_parameters(q, k, together))
+    given = parameters("decode_attention", facts["q"].device, *key_and_defaults(facts, together))
     return prepare_launches(facts, longest, together, max_seqlen_k, given)
 
 
@@ -375,7 +320,8 @@ def prepare_launches(
     """
     device, batch, num_kv_heads = facts["q"].device, facts["batch"], facts["NUM_KV_HEADS"]
     packed = longest * facts["GROUP"]
-    block_m, block_n = _block_m(facts["q"], facts["k"], together), given["BLOCK_N"]
+    by_key, block_n = given["num_warps"] if given["BY_KEY"] else 0, given["BLOCK_N"]
+    block_m = decode_by_key.COLUMNS if by_key else query_rows(facts, together)
     rows = min(triton.next_power_of_2(packed), block_m)
     least = max(1, given["LEAST_KEYS"] // block_n)
     # No more programs than there can be work for, by the caller's bounds.
@@ -393,14 +339,18 @@ def prepare_launches(
         "ranks": ranks, "least": least, "BLOCK_M": block_m, "BLOCK_N": block_n, "ROWS": rows,
         "BLOCK_B": block_b, "ONE_BLOCK": batch <= block_b, "ONE_ITEM": packed <= block_m, **chained,
     }  # fmt: skip
+    same_strides = all(
+        facts[f"k_{of}"] == facts[f"v_{of}"]
+        for of in ("stride_block", "stride_slot", "scale_stride_block", "scale_stride_slot")
+    )
     registers = {"maxnreg": given["maxnreg"]} if nvidia and given["maxnreg"] else {}
     decode = Prepared(
         _decode, (programs,),
         {
-            **facts, **shared, "SAME_STRIDES": facts["k"].stride() == facts["v"].stride(),
+            **facts, **shared, "SAME_STRIDES": same_strides,
             "ASSEMBLY": nvidia and facts["k"].element_size() == 1 and facts["COMPUTE"] == tl.float16,
-            "PIN": given["PIN"], "num_warps": given["num_warps"], "num_stages": given["num_stages"],
-            **registers,
+            "PIN": given["PIN"], "BY_KEY": by_key, "num_warps": given["num_warps"],
+            "num_stages": given["num_stages"], **registers,
         },
     )  # fmt: skip
     merged = {name: facts[name] for name in facts if name in MERGE_FACTS}
@@ -418,38 +368,3 @@ def prepare_launches(
         merge(*[tensors[place] for place in places], acc, sums)
 
     return call
-
-
-def _is_exact(q: Tensor, k: Tensor) -> bool:
-    """Products in float32: no matrix unit, so few rows at a time."""
-    return q.dtype == torch.float32 or k.dtype == torch.float32
-
-
-def _block_m(q: Tensor, k: Tensor, together: int) -> int:
-    packed = together * q.shape[1] // k.shape[-2]
-    most = 16 if _is_exact(q, k) else 32 if q.shape[2] > 128 else 64
-    return min(max(int(triton.next_power_of_2(packed)), 16), most)
-
-
-def parameters_key(q: Tensor, k: Tensor, block_size: int, together: int) -> str:
-    """The class of a call in the table of tuned launch parameters."""
-    return f"M{_block_m(q, k, together)} {shape_key(q, k, block_size)}"
-
-
-def default_parameters(q: Tensor, k: Tensor, together: int) -> Parameters:
-    """Launch parameters that compile without spills and fit every GPU from compute capability 8.0.
-
-    BLOCK_N keys at a time, LEAST_KEYS to a range at least; PROGRAMS programs per
-    multiprocessor, side by side. PIN: 1 for values, 2 for keys too, see `load_quickly`. What counts is bytes
-    on their way: tiles have about 32 KB of keys and values. MERGED: numbers of pieces merged at once.
-    """
-    exact = _is_exact(q, k)
-    many_rows = _block_m(q, k, together) > 16
-    quantised = k.element_size() == 1 and not exact and not many_rows
-    block_n = max(32, min(128, 8192 // triton.next_power_of_2(q.shape[2])))
-    if exact or many_rows:
-        block_n = 16 if exact and q.shape[2] > 128 else 32
-    return {
-        "BLOCK_N": block_n, "LEAST_KEYS": 64, "PROGRAMS": 4 if quantised else 2, "PIN": 1, "PDL": 1,
-        "MERGED": 8192, "num_warps": 4, "num_stages": 2 if exact else 3, "maxnreg": 128 if quantised else 0,
-    }  # fmt: skip

@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+NOTHING: tl.constexpr = tl.constexpr(-1.0e30)  # the highest score of no keys: finite, so that it subtracts
+
 
 @triton.jit
 def look_up(
@@ -25,7 +27,7 @@ def load_quickly(
     addresses, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """A tile (BLOCK_N, BLOCK_D) of keys or values in the dtype COMPUTE, 0 where not `seen`.
+    """A tile (..., BLOCK_D) of keys or values in the dtype COMPUTE, 0 where not `seen` (..., 1).
 
     With ASSEMBLY, which NVIDIA's GPUs take, int8 becomes float16 without a conversion per number: with its
     sign flipped it is the last byte of 1024 + 128 + x. PIN: convert quantised values as they lie in memory.
@@ -33,10 +35,10 @@ def load_quickly(
     memory byte by byte for that. Its layout pass moves nothing across assembly that may have side effects.
     """
     if HEAD_DIM == BLOCK_D:
-        tile = tl.load(addresses, mask=seen[:, None], other=0.0)
+        tile = tl.load(addresses, mask=seen, other=0.0)
     else:
         dims = tl.arange(0, BLOCK_D)
-        tile = tl.load(addresses, mask=seen[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        tile = tl.load(addresses, mask=seen & (dims < HEAD_DIM)[None, :], other=0.0)
     if ASSEMBLY and tile.dtype == tl.int8:
         tile = tl.inline_asm_elementwise(
             """{

@@ -233,9 +233,14 @@ def launch_class(x: Tensor, width: int, is_gated: bool) -> tuple[str, Parameters
     key = f"M{rows} K{depth} {size} columns {x.element_size()} bytes{' gated' if is_gated else ''}"
     # Enough programs for a GPU, and enough of the weight under way in each.
     block_n = 1 if size == "few" else 2 if is_gated else 4
-    block_k = (1024 if size == "many" and not is_gated else 2048) * 2 // x.element_size() // rows
+    block_k = 1024 if size == "many" and not is_gated else 2048
+    num_warps = 4 if depth > 1024 and (is_gated or size == "few") else 2
+    if rows == 1 and depth > 4096 and not is_gated:
+        block_n, block_k, num_warps = 1, 2048, 4
+    elif rows == 1 and depth % 4096 == 0 and is_gated:
+        block_n, block_k, num_warps = 1, 4096, 4
+    block_k = block_k * 2 // x.element_size() // rows
     if is_gated and rows == 4:
         block_k //= 2  # or its sums do not fit into the registers
     block_k = min(launch.block_for(depth), max(128, block_k))
-    num_warps = 4 if depth > 1024 and (is_gated or size == "few") else 2
     return key, {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": num_warps, "PDL": 1}

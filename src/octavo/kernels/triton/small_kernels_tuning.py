@@ -223,7 +223,17 @@ TUNING = (
         space=[
             {"BLOCK_N": columns, "BLOCK_K": block, "num_warps": warps, "PDL": 1}
             for columns in (1, 2, 4, 8, 16)
-            for block, warps in ((256, 2), (512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 8))
+            for block, warps in (
+                (256, 2),
+                (512, 2),
+                (512, 4),
+                (1024, 4),
+                (1024, 8),
+                (2048, 4),
+                (2048, 8),
+                (4096, 4),
+                (4096, 8),
+            )
         ],
         cases=_few_rows_cases(),
         run=_few_rows,

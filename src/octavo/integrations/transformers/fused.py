@@ -1,0 +1,180 @@
+"""What `fuse` makes of a module: the same module, of a subclass whose `forward` has Octavo's kernels in it.
+
+A module gets another class, not another attribute: so it is copied, pickled and replicated like any module,
+its hooks run, and nothing refers back to it. The subclass has the name of the class it is of.
+
+Every such forward is the module's own one where a kernel would not do: gradients are wanted, `torch.compile`
+or `torch.jit.trace` looks on, or tensors came that are not what the kernel is for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from octavo.integrations.transformers.angles import Rotate
+from octavo.integrations.transformers.stock import needs_gradients
+from octavo.kernels import rms_norm, silu_and_mul
+
+ROTATE = "apply_rotary_pos_emb"
+SILU = ("SiLUActivation", "SiLU")  # what Transformers calls it, and torch
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def is_fused(module: Module) -> bool:
+    """Whether `fuse` was here."""
+    return hasattr(type(module), "octavo_own")
+
+
+def own_class(module: Module) -> type[Any]:
+    """The class that the module had before it was fused, or has."""
+    found: type[Any] = getattr(type(module), "octavo_own", type(module))
+    return found
+
+
+def is_watched() -> bool:
+    """Whether somebody looks on who has to see the module's own operators."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+
+
+def fused_class(own: Any, kind: str) -> Any:
+    """The subclass of `own`: of kind `mlp`, `rotary`, or for a norm the name of its epsilon.
+
+    None where the forward of a class cannot be given another rotary function.
+    """
+    return _class(own, kind, own.forward, rotary_of(own.forward) if kind == "rotary" else None)
+
+
+@functools.cache
+def _class(own: Any, kind: str, of: Callable[..., Any], theirs: Callable[..., Any] | None) -> Any:
+    """With the forward and rotary function that the class has now: somebody may put others there."""
+    if kind == "rotary":
+        forward = None if theirs is None else _attention(of, theirs)
+        if forward is None:
+            return None
+    else:
+        forward = _mlp(of) if kind == "mlp" else _norm(of, kind)
+
+    def __reduce_ex__(self: Module, protocol: Any) -> Any:
+        return (_remade, (own, kind), *own.__reduce_ex__(self, protocol)[2:])
+
+    body = {
+        "forward": functools.wraps(of)(forward), "octavo_own": own, "octavo_kind": kind,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__,
+    }  # fmt: skip
+    return type(own.__name__, (own,), body)
+
+
+def _remade(own: Any, kind: str) -> Any:
+    """A fused module of no content: how copies and pickles begin."""
+    made = fused_class(own, kind)
+    return made.__new__(made)
+
+
+def _norm(own: Callable[..., Any], epsilon: str) -> Callable[..., Any]:
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        x, weight = args[0] if len(args) == 1 and not kwargs else None, self._parameters.get("weight")
+        if (
+            type(x) is not Tensor
+            or type(weight) is not torch.nn.Parameter
+            or x.dtype != weight.dtype
+            or x.device != weight.device
+            or is_watched()
+            or needs_gradients(x, weight)
+        ):
+            return own(self, *args, **kwargs)
+        return rms_norm(x, weight, getattr(self, epsilon))
+
+    return forward
+
+
+def _mlp(own: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        x, modules = args[0] if len(args) == 1 and not kwargs else None, self._modules
+        if type(x) is not Tensor or is_watched() or not _is_silu(modules["act_fn"]):
+            return own(self, *args, **kwargs)
+        if torch.is_grad_enabled() and needs_gradients(x, *self.parameters()):
+            return own(self, *args, **kwargs)
+        gate_proj, up_proj, down_proj = (modules[name] for name in _MLP)
+        gate, up = gate_proj(x), up_proj(x)  # type: ignore[misc]
+        if not _are_alike(gate, up):
+            return own(self, x)
+        width = gate.shape[-1]
+        inner = silu_and_mul(gate.view(-1, width), up.view(-1, width))
+        return down_proj(inner.view(gate.shape))  # type: ignore[misc]
+
+    return forward
+
+
+def _are_alike(gate: Any, up: Any) -> bool:
+    return (
+        type(gate) is type(up) is Tensor
+        and gate.shape == up.shape
+        and gate.dtype == up.dtype
+        and gate.is_contiguous()
+        and up.is_contiguous()
+    )
+
+
+def _is_silu(activation: Module | None) -> bool:
+    """Whether it is the activation that our kernel has, and nobody watches it."""
+    return (
+        type(activation).__name__ in SILU
+        and activation is not None
+        and not activation._forward_hooks
+        and not activation._forward_pre_hooks
+    )
+
+
+def _attention(own: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any] | None:
+    changed = with_global(own, ROTATE, Rotate(theirs))
+    if changed is None:
+        return None
+
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        return (own if is_watched() else changed)(self, *args, **kwargs)
+
+    return forward
+
+
+def rotary_of(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The model's function that turns queries and keys, if this forward calls it by its usual name."""
+    inner = forward
+    while hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    if not isinstance(inner, FunctionType) or ROTATE not in inner.__code__.co_names:
+        return None
+    found: Callable[..., Any] | None = inner.__globals__.get(ROTATE)
+    return found
+
+
+def with_global(function: Any, name: str, value: Any) -> Any:
+    """The same function, and the same decorators around it, but with another value for a global name.
+
+    None for a decorator that does not hold what it decorates in a variable of its own.
+    """
+    if not isinstance(function, FunctionType):
+        return None
+    inner, closure = getattr(function, "__wrapped__", None), function.__closure__
+    variables = function.__globals__
+    if inner is None:
+        variables = {**variables, name: value}
+    else:
+        changed = with_global(inner, name, value)
+        holds = [cell.cell_contents is inner for cell in closure or ()]
+        if changed is None or closure is None or holds.count(True) != 1:
+            return None
+        closure = tuple(CellType(changed) if h else c for h, c in zip(holds, closure, strict=True))
+    made = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, closure)
+    made.__dict__.update(function.__dict__)
+    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+    if inner is not None:
+        made.__wrapped__ = changed  # type: ignore[attr-defined]
+    return made

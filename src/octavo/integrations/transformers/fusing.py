@@ -1,0 +1,254 @@
+"""Octavo's kernels for what stands around attention: norms, gated MLPs and rotary embeddings of a model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError, shown
+from octavo.integrations.transformers.angles import rotated
+from octavo.integrations.transformers.fused import (
+    SILU,
+    fused_class,
+    is_fused,
+    own_class,
+    rotary_of,
+)
+
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_EPSILONS = ("variance_epsilon", "eps")
+# What our kernel may differ by: it rounds once where a model's operators round two or three times.
+_ROUNDINGS, _LEAST = 3, 4e-6
+
+logger = logging.getLogger("octavo")
+
+Found = Callable[[], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What `fuse` found in a model.
+
+    norms, mlps, rotary: how many modules run on Octavo's kernels now. left_alone: why others do not, and how
+    many of them.
+    """
+
+    norms: int = 0
+    mlps: int = 0
+    rotary: int = 0
+    left_alone: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"{self.norms} norms, {self.mlps} gated MLPs, {self.rotary} rotary embeddings"]
+        parts += [f"left alone: {count} {reason}" for reason, count in self.left_alone.items()]
+        return "; ".join(parts)
+
+
+def fuse(model: nn.Module) -> Fused:
+    """Let Octavo's kernels do the norms, the gated MLPs' activation and the rotary embeddings of `model`.
+
+    Works with every attention implementation, on a CPU and on a GPU. Each kind of module is first tried with
+    random numbers, beside its own forward; what differs by more than rounding is left alone, as are modules
+    whose forward somebody else has replaced. Weights are neither copied nor changed. Where gradients are
+    wanted, and under `torch.compile`, modules go on running their own forward.
+
+    The modules change in place, and only in their class; `unfuse` undoes it. On a model that is fused already
+    nothing changes.
+
+    Returns:
+        What was replaced, and what was left alone and why. It is logged, too, at level info.
+
+    Raises:
+        ConfigError: `model` is no `torch.nn.Module`.
+    """
+    _check("fuse", model)
+    counts: Counter[str] = Counter()
+    left_alone: Counter[str] = Counter()
+    known: dict[Any, str | None] = {}
+    angles: list[tuple[Tensor, Tensor]] | str | None = None
+    for module in list(model.modules()):
+        if is_fused(module):
+            counts[_what(type(module).octavo_kind)] += 1  # type: ignore[attr-defined]
+            continue
+        kind = _kind(module)
+        if kind is None:
+            continue
+        reason = "has a forward of somebody else's" if "forward" in module.__dict__ else None
+        if reason is None and kind == "rotary":
+            angles = _angles(model, module) if angles is None else angles
+            reason = angles if isinstance(angles, str) else _tried(known, module, kind, angles)
+        elif reason is None:
+            reason = _tried(known, module, kind, ())
+        if reason is None:
+            own: Any = type(module)
+            module.__class__ = fused_class(own, kind)
+            counts[_what(kind)] += 1
+        else:
+            left_alone[f"{type(module).__name__} {reason}"] += 1
+    found = Fused(counts["norms"], counts["mlps"], counts["rotary"], dict(left_alone))
+    logger.info("octavo: %s fused: %s", type(model).__name__, found)
+    return found
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give every module that `fuse` has changed its own class back.
+
+    Raises:
+        ConfigError: `model` is no `torch.nn.Module`.
+    """
+    _check("unfuse", model)
+    for module in model.modules():
+        if is_fused(module):
+            module.__class__ = own_class(module)
+
+
+def _check(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{function}: model must be a torch.nn.Module, got {shown(model)}")
+
+
+def _what(kind: str) -> str:
+    return {"mlp": "mlps", "rotary": "rotary"}.get(kind, "norms")
+
+
+def _kind(module: nn.Module) -> str | None:
+    """What a module looks like: `mlp`, `rotary`, or for a norm the name of its epsilon."""
+    children, parameters = set(module._modules), module._parameters
+    if children == _MLP:
+        return "mlp" if type(module.act_fn).__name__ in SILU else None
+    if children:
+        return "rotary" if rotary_of(type(module).forward) is not None else None
+    weight = parameters.get("weight")
+    if (
+        weight is None
+        or weight.dim() != 1
+        or any(x is not None for x in parameters.values() if x is not weight)
+    ):
+        return None
+    return next((name for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
+
+
+def _tried(known: dict[Any, str | None], module: nn.Module, kind: str, angles: Any) -> str | None:
+    """Why our forward does not do for a module; None when it does. One of each sort is tried."""
+    weight = next(module.parameters(), None)
+    if weight is None or weight.device.type == "meta" or not weight.dtype.is_floating_point:
+        return "has no weights here in floating point"
+    facts = getattr(module, kind) if kind in _EPSILONS else 0.0, weight.shape if kind in _EPSILONS else None
+    sort = (type(module), kind, weight.dtype, weight.device, facts)
+    if sort not in known:
+        known[sort] = _try(module, kind, angles, weight)
+    return known[sort]
+
+
+def _try(module: nn.Module, kind: str, angles: Any, weight: Tensor) -> str | None:
+    own: Any = type(module)
+    made = fused_class(own, kind)
+    if made is None:
+        return "has a forward that cannot be given another rotary function"
+    dtype, device = weight.dtype, weight.device
+    draw = _Draw(dtype, device)
+    try:
+        with torch.no_grad():
+            if kind == "rotary":
+                theirs = rotary_of(own.forward)
+                assert theirs is not None
+                pairs = list(_rotated(theirs, angles, draw))
+            else:
+                probe, x = (_mlp if kind == "mlp" else _norm)(module, draw)
+                pairs = [(made.forward(probe, x), own.forward(probe, x))]
+    except Exception as error:  # a module that is something else than it looks like
+        return f"does not run like one: {type(error).__name__}: {error}".splitlines()[0]
+    return None if all(_is_close(*pair) for pair in pairs) else "computes something else"
+
+
+class _Draw:
+    """Random numbers, the same in every call of `fuse`, without a word to torch's generators."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._dtype, self._device = dtype, device
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
+
+
+def _norm(module: nn.Module, draw: _Draw) -> tuple[nn.Module, Tensor]:
+    """One like it with weights that are random, and rows among whose squares epsilon counts."""
+    probe, weight = _shallow(module), draw(*next(module.parameters()).shape)
+    probe._parameters["weight"] = nn.Parameter(weight)
+    return probe, torch.stack([scale * draw(3, len(weight)) for scale in (1.0, 1e-3, 30.0)])
+
+
+def _mlp(module: nn.Module, draw: _Draw) -> tuple[nn.Module, Tensor]:
+    """One like it with small layers in the place of its own."""
+    probe = _shallow(module)
+    for name, rows, depth in (("gate_proj", 48, 16), ("up_proj", 48, 16), ("down_proj", 16, 48)):
+        layer = nn.Linear(depth, rows, device="meta")
+        layer.weight, layer.bias = nn.Parameter(draw(rows, depth) / 4), nn.Parameter(draw(rows))
+        probe._modules[name] = layer
+    probe._modules["act_fn"] = _shallow(module.get_submodule("act_fn"))
+    return probe, draw(2, 3, 16)
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """The same module without its hooks, and with dictionaries of its own."""
+    probe = type(module).__new__(type(module))
+    nn.Module.__init__(probe)
+    hooks = {name for name in probe.__dict__ if "hook" in name}
+    probe.__dict__.update({name: x for name, x in module.__dict__.items() if name not in hooks})
+    for name in ("_parameters", "_buffers", "_modules"):
+        probe.__dict__[name] = dict(module.__dict__[name])
+    return probe
+
+
+def _rotated(
+    theirs: Callable[..., Any], angles: list[tuple[Tensor, Tensor]], draw: _Draw
+) -> Iterator[tuple[Any, Any]]:
+    for cos, sin in angles:
+        tokens, head_dim = cos.shape[1:]
+        q, k = draw(2, tokens, 4, head_dim).transpose(1, 2), draw(2, tokens, 2, head_dim).transpose(1, 2)
+        ours = rotated(q, k, cos, sin)
+        if ours is None:
+            raise ValueError(f"heads of {head_dim}, angles of {cos.dtype}")
+        yield from zip(ours, theirs(q, k, cos, sin), strict=True)
+
+
+def _angles(model: nn.Module, attention: nn.Module) -> list[tuple[Tensor, Tensor]] | str:
+    """Cosines and sines (1, T, D) of every kind that the model has; or why they are not known."""
+    weight = next(attention.parameters())
+    found = []
+    for rotary in model.modules():
+        if not any(name.endswith("inv_freq") for name in rotary._buffers):
+            continue
+        own: Any = copy.deepcopy(rotary)  # some remember the longest position
+        x = torch.zeros((1, 5, 8), dtype=weight.dtype, device=weight.device)
+        positions = torch.tensor([[0, 1, 2, 7, 100]], device=weight.device)
+        kinds = {name.removesuffix("inv_freq").strip("_") for name in own._buffers if "original" not in name}
+        try:
+            with torch.no_grad():
+                for kind in sorted(kinds):
+                    cos, sin = own.forward(x, positions, kind) if kind else own.forward(x, positions)
+                    halves = [y.chunk(2, dim=-1) for y in (cos, sin)]
+                    if cos.dim() != 3 or not all(torch.equal(*pair) for pair in halves):
+                        return "has angles of another form"
+                    found.append((cos, sin))
+        except Exception as error:
+            return f"has angles of another form: {type(error).__name__}: {error}".splitlines()[0]
+    return found or "has angles from elsewhere"
+
+
+def _is_close(ours: Any, theirs: Any) -> bool:
+    """Whether they are the same but for rounding."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    least = max(_ROUNDINGS * torch.finfo(theirs.dtype).eps, _LEAST)
+    ours, theirs = ours.double(), theirs.double()
+    allowed = least * (theirs.abs() + theirs.square().mean(-1, keepdim=True).sqrt())
+    return bool(((ours - theirs).abs() <= allowed).all())

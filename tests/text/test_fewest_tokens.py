@@ -1,0 +1,133 @@
+"""What can be said of a text's tokens before it is tokenised: never more than there are."""
+
+import pytest
+from helpers.tokenizers_by_hand import Source, sentencepiece_like, smollm2_path, spelled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from octavo.text.fewest_tokens import FewestTokens
+from octavo.text.tokenizer import load_tokenizer
+
+CORPUS = [
+    "the cat sat on the mat, the dog did not. ",
+    "été à la plage — d'accord ",
+    "東京と大阪 ",
+    "    \n\n" * 3,
+]
+
+
+def trained(vocab_size=400, *, normalizer=None, split=None, alphabet=None):
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizer
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    backend.pre_tokenizer = byte_level if split is None else pre_tokenizers.Sequence([split, byte_level])
+    letters = pre_tokenizers.ByteLevel.alphabet() if alphabet is None else alphabet
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=letters, special_tokens=["<|end|>"], show_progress=False
+    )
+    backend.train_from_iterator([one * 20 for one in CORPUS], trainer)
+    return backend
+
+
+SPLIT = pre_tokenizers.Split(Regex(r"\s+"), "isolated")
+BACKENDS = {
+    "plain": trained(),
+    "nfc": trained(normalizer=normalizers.NFC(), split=SPLIT),
+    "no patterns at all": trained(700, split=pre_tokenizers.Split(Regex("never in any text"), "isolated")),
+    "few bytes": trained(300, alphabet=list("abcdefghij")),
+}
+PARTS = [
+    "the ",
+    "cat",
+    " ",
+    "\n",
+    "<|end|>",
+    "é",
+    "e\u0301",
+    "京",
+    "\u0338",
+    "\0",
+    "aaaa",
+    "zzz",
+    " the cat sat",
+]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(parts=st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=60), times=st.integers(1, 30))
+@settings(max_examples=150, deadline=None)
+def test_it_is_never_more_than_there_are(name, parts, times):
+    backend = BACKENDS[name]
+    text = "".join(parts) * times
+    bound = FewestTokens.of(backend)
+    assert bound is not None
+    text = text.encode("utf-8", "replace").decode()
+    assert bound.count(text) <= len(backend.encode(text).ids)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_text_of_one_token_again_and_again_has_no_fewer(name):
+    """The tightest texts there are."""
+    backend = BACKENDS[name]
+    bound = FewestTokens.of(backend)
+    decode = {one: byte for byte, one in enumerate(map(spelled, (bytes([i]) for i in range(256))))}
+    for token in backend.get_vocab():
+        try:
+            text = bytes(decode[char] for char in token).decode() * 50
+        except (KeyError, UnicodeDecodeError):
+            continue
+        assert bound.count(text) <= len(backend.encode(text).ids), token
+
+
+def test_words_and_runs_are_counted_well():
+    tokenizer = load_tokenizer(Source("gguf", smollm2_path()))
+    for text in ("hello " * 1000, "a" * 4000, "The quick brown fox jumps over the lazy dog. " * 100):
+        num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+        assert num_tokens / 2 <= tokenizer.fewest_tokens(text) <= num_tokens
+
+
+def test_each_reason_counts():
+    bound = FewestTokens([b"ab", b"abab", b"aaa", b"c", b"d", b" c"], b"", None)
+    assert bound.count("") == 0
+    assert bound.count("aaaaaaa") == 3  # at most three in one
+    assert bound.count("cdcdcd") == 6  # no entry has two of them side by side
+    assert bound.count("abababab") == 2
+    assert bound.count("ab" * 2**20) == 2**19  # more than one part
+    assert FewestTokens([b"a"], b"", None).count("a" * (2**20 + 1)) == 2**20 + 1
+    assert bound.count("c" * 2**20 + "d") == 2**20 + 1
+    assert FewestTokens([b"ab", b"\0"], b"\0", None).count("a\0b" * 6) == 6
+    assert FewestTokens([b"ab"], b"\0", None).count("\0" * 9) == 0
+
+
+def test_a_text_that_the_normaliser_makes_shorter_is_not_judged():
+    bound = FewestTokens.of(BACKENDS["nfc"])
+    assert bound.count("é" * 100) > 0
+    assert bound.count("e\u0301" * 100) == 0
+
+
+def with_added(**how):
+    backend = trained()
+    backend.add_tokens([AddedToken("<x>", **how)])
+    return backend
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        with_added(lstrip=True),
+        with_added(rstrip=True),
+        trained(split=pre_tokenizers.Split(" ", "removed")),
+        trained(split=pre_tokenizers.WhitespaceSplit()),
+        trained(normalizer=normalizers.Lowercase()),
+        trained(normalizer=normalizers.NFKC()),
+        Backend(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")),
+        Backend(models.WordLevel({"a": 0}, unk_token="a")),
+        Backend(models.BPE(end_of_word_suffix="</w>")),
+        sentencepiece_like(),
+    ],
+    ids=lambda backend: "",
+)
+def test_where_nothing_surely_holds_nothing_is_said(backend):
+    assert FewestTokens.of(backend) is None
