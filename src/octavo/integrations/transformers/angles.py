@@ -13,6 +13,7 @@ from octavo.kernels import backend, known_calls
 from octavo.kernels.known_calls import prepared
 from octavo.kernels.rotary import check_rotary
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ATTRIBUTE = "octavo_angles"
 _Seen = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -110,7 +111,7 @@ def _is_fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and head_dim % 2 == 0
         and q.numel() > 0
         and q.dtype == k.dtype == cos.dtype == sin.dtype
-        and q.dtype.is_floating_point
+        and q.dtype in DTYPES
         and q.device == k.device == cos.device == sin.device
         and _tokens(q) is not None
         and _tokens(k) is not None
