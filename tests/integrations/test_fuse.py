@@ -306,7 +306,9 @@ def test_angles_are_kept_with_the_cosines_and_only_while_they_are_the_same(is_in
 
 def test_what_is_no_plain_rotation_is_the_models_own():
     theirs, ours, q, k, cos, sin = rotary_of_a_model()
+    square = torch.randn(2, 5, 5, 8).transpose(1, 2)  # as many heads as tokens
     for given in (
+        (square, square, cos, sin, 2),
         (q.double(), k, cos, sin),
         (q, k, cos.bfloat16(), sin.bfloat16()),
         (q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2),
