@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from octavo.integrations.transformers.angles import DTYPES, Rotate
+from octavo.integrations.transformers.quick import rms_norm, silu_and_mul
 from octavo.integrations.transformers.stock import needs_gradients
-from octavo.kernels import rms_norm, silu_and_mul
 
 ROTATE = "apply_rotary_pos_emb"
 SILU = ("SiLUActivation", "SiLU")  # what Transformers calls it, and torch
