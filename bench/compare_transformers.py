@@ -71,12 +71,13 @@ def make_model(name: str, device: str) -> Any:
 
 
 def become(model: Any, contestant: str) -> None:
-    """Makes the model compute as that contestant does."""
+    """Makes the model compute as that contestant does; SystemExit where `fuse` leaves something alone."""
     model.set_attn_implementation(PEER if contestant == PEER else OCTAVO)
+    integration.unfuse(model)
     if contestant == FUSED:
-        integration.fuse(model)
-    else:
-        integration.unfuse(model)
+        found = integration.fuse(model)
+        if found.left_alone:
+            raise SystemExit(f"not the whole model is fused: {found}")
 
 
 def timed(function: Callable[[], Any], device: str) -> float:

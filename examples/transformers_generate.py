@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from octavo.bench.hf_folder import write_hf_folder
-from octavo.integrations.transformers import register
+from octavo.integrations.transformers import fuse, register
 from octavo.models.source import resolve_model
 from octavo.text.tokenizer import load_tokenizer
 
@@ -24,6 +24,7 @@ tokenizer = load_tokenizer(built_in)
 with tempfile.TemporaryDirectory() as folder:
     write_hf_folder(built_in, Path(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="octavo")
+print("fused:", fuse(model))  # norms, MLPs and rotary embeddings, too; unfuse(model) undoes it
 
 prompts = ["The capital of France is", "Water boils at", "The opposite of hot is"]
 rows = [tokenizer.encode(prompt) for prompt in prompts]

@@ -117,3 +117,14 @@ def test_wrong_logits_of_the_fused_model_are_not_timed_either(script, monkeypatc
     with pytest.raises(SystemExit, match=r"wrong logits \(octavo fused, prompts\): nothing is timed"):
         script.main(["--model", "toy", "--json", str(tmp_path / "none.json")])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_fused_in_part_is_not_timed_as_fused(script, monkeypatch, tmp_path):
+    from octavo.integrations.transformers import fusing
+
+    monkeypatch.setattr(fusing, "_is_close", lambda *_: False)
+    with pytest.raises(
+        SystemExit, match=r"not the whole model is fused: 0 norms.*left alone: 5 Qwen3RMSNorm"
+    ):
+        script.main(["--model", "toy", "--json", str(tmp_path / "none.json")])
+    assert not list(tmp_path.iterdir())

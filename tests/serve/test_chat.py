@@ -14,6 +14,7 @@ from helpers.serve import Answer, Script, events_of, eventually, run, scripted_c
 
 from octavo.outputs import StreamChunk
 from octavo.serve.settings import ServeSettings
+from octavo.text.tokenizer import Tokenizer
 
 QWEN3 = tokenizer_with(default=QWEN3_STYLE)
 PLAIN = tokenizer_with(default=CHATML)
@@ -350,3 +351,42 @@ def test_a_handler_that_is_cancelled_aborts_its_request() -> None:
             assert link.aborted == [link.submitted[0].request_id]
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "problem"),
+    [
+        ({"role": "user"}, "messages[1].content", "expected a string or a list of text parts, got null"),
+        ({"role": "user", "content": None}, "messages[1].content", "expected a string or a list of text"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text", "this field is mis"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": 5}]},
+            "messages[1].content[0].text",
+            "expected",
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]},
+            "messages[1].content[0].more",
+            "this field is not known",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]},
+            "messages[1].content[0].refusal",
+            "expected a string, got 5",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_message_is_told_with_its_place(
+    message: dict[str, Any], param: str, problem: str
+) -> None:
+    error = error_of(ask(Answer(["a"]), messages=[user("Hi"), message]), 400)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: {problem}")
+
+
+def test_messages_that_are_too_long_are_told_as_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a count of the bytes says nothing and they must be tokenised, too."""
+    monkeypatch.setattr(Tokenizer, "fewest_tokens", lambda self, text: 0)
+    error = error_of(ask(Answer(["a"]), messages=[user("a" * BIG_CARD.max_model_len)]), 400)
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert error["message"].startswith("prompt has 4")

@@ -319,7 +319,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_the_real_engine_only_but_numb
         (b"", "empty"),
         (b'{"prompt": "\xff\xfe"}', "not UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}", "the body is not valid JSON"),
+        (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}", "a number of more than 4300 digits"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
         (b'{"prompt": "\\ud800"}', "not valid Unicode"),
@@ -585,15 +585,15 @@ def test_while_a_long_prompt_is_turned_into_tokens_others_are_answered(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "field"),
     [
-        ("/v1/completions", {"prompt": "a" * 5000}),
-        ("/v1/completions", {"prompt": ["b", "a" * 5000]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 5000}]}),
-        ("/v1/responses", {"input": "a" * 5000}),
+        ("/v1/completions", {"prompt": "a" * 5000}, "prompt"),
+        ("/v1/completions", {"prompt": ["b", "a" * 5000]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
+        ("/v1/responses", {"input": "a" * 5000}, "input"),
     ],
 )
-def test_a_text_that_is_surely_too_long_is_not_tokenised(path, body, monkeypatch):
+def test_a_text_that_is_surely_too_long_is_not_tokenised(path, body, field, monkeypatch):
     encode = Tokenizer.encode
 
     def short(self, text, **options):
@@ -611,7 +611,7 @@ def test_a_text_that_is_surely_too_long_is_not_tokenised(path, body, monkeypatch
 
     answer, fits, metrics, num_submitted = run(test())
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
     assert error["message"].startswith(
         "prompt has at least 5000 tokens; max_model_len=200 leaves room for at most 199"
     )
@@ -639,3 +639,74 @@ def test_a_content_type_that_is_not_json_is_told_as_it_came(kind, told):
     assert answer.status_code == 400
     message = f"the Content-Type of the body must be application/json, got {told}"
     assert answer.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            b'{"prompt": "a",\n "n": 1,}',
+            "Expecting property name enclosed in double quotes at line 2, column 9",
+        ),
+        (b'{"prompt": "a" "b"}', "Expecting ',' delimiter at line 1, column 16"),
+        (b'{"prompt": "a', "Unterminated string starting at line 1, column 12"),
+        ('{"prompt": "é" 1}'.encode(), "Expecting ',' delimiter at line 1, column 16"),
+    ],
+)
+def test_the_place_where_a_body_is_no_json_is_told(body, message):
+    response, _ = post(body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "invalid_json")
+    assert error["message"].startswith(f"the body is not valid JSON: {message}")
+
+
+TOO_LONG = "has 140,000 characters; the limit is 131,072; shorten it"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 10**30}, f"max_tokens: expected a 64-bit integer, got {10**30}"),
+        ({"seed": -(10**30)}, f"seed: expected a 64-bit integer, got {-(10**30)}"),
+        ({"n": -(10**30)}, f"n: expected at least 1, got {-(10**30)}"),
+        ({"prompt": [1, -5]}, "prompt[1] is -5, outside the vocabulary (0 to 51)"),
+        ({"prompt": [1, 51, 52]}, "prompt[2] is 52, outside the vocabulary (0 to 51)"),
+        ({"prompt": [[1, 2], [3, 10**30]]}, f"prompt[1][1] is {10**30}, outside the vocabulary (0 to 51)"),
+        ({"prompt": [[1, -1]]}, "prompt[0][1] is -1, outside the vocabulary (0 to 51)"),
+        ({"structured_outputs": {"grammar": "x" * 140_000}}, f"structured_outputs.grammar {TOO_LONG}"),
+        ({"structured_outputs": {"choice": ["x" * 140_000]}}, f"structured_outputs.choice {TOO_LONG}"),
+        ({"structured_outputs": {"regex": "x" * 140_000}}, f"structured_outputs.regex {TOO_LONG}"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json is not JSON: Expecting"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"x-guidance": 1}}}},
+            "response_format.json_schema.schema holds 'x-guidance'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_in_the_words_of_the_request(fields, message):
+    response, link = post({"prompt": "a", **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], link.submitted) == (400, next(iter(fields)), [])
+    assert error["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal", "message"),
+    [
+        ({"structured_outputs": {"grammar": "x"}}, "lark cannot", "structured_outputs.grammar cannot"),
+        ({"structured_outputs": {"choice": ["x"]}}, "regex cannot", "structured_outputs.choice cannot"),
+        ({"structured_outputs": {"json": {}}}, "json_schema cannot", "structured_outputs.json cannot"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "json_schema cannot",
+            "response_format.json_schema.schema cannot",
+        ),
+        ({"structured_outputs": {"regex": "x"}}, "the tokenizer", "structured_outputs: the tokenizer"),
+    ],
+)
+def test_a_grammar_that_the_engine_refuses_is_called_what_the_client_calls_it(fields, refusal, message):
+    answer = Answer(refuse=("RequestError", f"structured_output: {refusal} be used: why"))
+    response, _ = post({"prompt": "a", **fields}, answer)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, next(iter(fields)))
+    assert error["message"] == f"{message} be used: why"

@@ -329,3 +329,17 @@ def test_what_a_response_repeats_must_be_unicode(fields, param):
 
     answer, submitted = run(test())
     assert (answer.status_code, answer.json()["error"]["param"], submitted) == (400, param, [])
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"role": "user"}, "input[0].content"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0].text"),
+        ({"type": "function_call_output", "call_id": 5, "output": "a"}, "input[0].call_id"),
+    ],
+)
+def test_what_is_wrong_with_an_item_is_told_with_its_place(item: dict[str, Any], param: str) -> None:
+    error = ask(Answer(["a"]), input=[item]).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")

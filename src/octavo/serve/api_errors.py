@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
@@ -163,27 +164,55 @@ def _named_field(message: str) -> str | None:
     return "prompt" if name == "prompt_token_ids" else name if name in _FIELDS else None
 
 
-def named_format(error: RequestError, field: str) -> Exception:
-    """The error; where it is about a grammar, with the client's own field that the grammar comes from."""
+def named_format(error: RequestError, field: str, place: str) -> Exception:
+    """The error; where it is about a grammar, as `format_error` says it."""
     head, _, problem = str(error).partition("structured_output: ")
-    if head or not problem:
-        return error
-    return ApiError(400, f"{field}: {problem}", param=field)
+    return error if head or not problem else format_error(problem, field, place)
+
+
+def format_error(problem: str, field: str, place: str) -> ApiError:
+    """What is wrong with a StructuredOutput, under the client's own field and place in it, such as
+    `structured_outputs` and `structured_outputs.grammar`, in place of what it is called there.
+    """
+    found = re.match(r"(?:json_schema|json_object|regex|lark)(?= )", problem)
+    message = f"{field}: {problem}" if found is None else f"{place}{problem[found.end() :]}"
+    return ApiError(400, message, param=field)
+
+
+def named_prompt(error: RequestError, field: str) -> Exception:
+    """The error; where it is about a prompt that was made of the client's `field`, naming that."""
+    message = str(error)
+    if message.startswith("prompt has "):
+        return ApiError(400, message, param=field, code=_limit_code(message))
+    if message.startswith("prompt: "):
+        return ApiError(400, f"{field}: {message.removeprefix('prompt: ')}", param=field)
+    place = re.match(rf"{field}\[\d+\][\w.\[\]]*", message)
+    if place is not None:
+        return ApiError(
+            400, message.replace("got None", "got null").replace("NoneType", "null"), param=place[0]
+        )
+    return error
 
 
 def _limit_code(message: str) -> str | None:
     return "context_length_exceeded" if message.startswith("prompt has ") else None
 
 
-def describe_validation(errors: Sequence[Any], content_type: str | None = None) -> ApiError:
-    """The 400 for a body that pydantic refused: what is wrong with which field, for all of them."""
+def describe_validation(
+    errors: Sequence[Any], content_type: str | None = None, body: object = None
+) -> ApiError:
+    """The 400 for a body that pydantic refused: what is wrong with which field, for all of them.
+
+    `body`: its text, where it is no JSON.
+    """
     problems: dict[str, None] = {}  # branches of a union may complain alike
     param = None
     for error in errors[:_MAX_ERRORS]:
         where = _place(error["loc"])
         if error["type"] == "json_invalid":
-            why = error.get("ctx", {}).get("error", error["msg"])
-            return ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json")
+            why = error.get("ctx", {}).get("error", error["msg"]).removesuffix(" at")
+            at = _line_and_column(body, error["loc"][-1])
+            return ApiError(400, f"the body is not valid JSON: {why}{at}", code="invalid_json")
         if error["type"] == "missing" and not where:
             return ApiError(400, "the body is empty; expected a JSON object")
         if isinstance(error.get("input"), bytes) and not where:
@@ -199,18 +228,43 @@ def describe_validation(errors: Sequence[Any], content_type: str | None = None) 
     return ApiError(400, "; ".join(list(problems)[:4]) + more, param=param)
 
 
+def _line_and_column(text: object, place: object) -> str:
+    if not isinstance(text, str) or not isinstance(place, int):
+        return ""
+    line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+    return f" at line {line}, column {column}"
+
+
 _MAX_ERRORS: Final = 20
 
 
 def _place(loc: Sequence[Any]) -> str:
     """`messages[0].content` for ("body", "messages", 0, "content")."""
     place = ""
-    for part in loc[1:] if loc and loc[0] in ("body", "path", "query", "header") else loc:
+    parts = loc[1:] if loc and loc[0] in ("body", "path", "query", "header") else loc
+    for i, part in enumerate(parts):
         if isinstance(part, int):
             place += f"[{part}]"
+        elif part in _ITEM_KINDS and i + 1 < len(parts) and place.endswith("]"):
+            pass
         elif isinstance(part, _Named) or not _BRANCH.search(str(part)):
             place += f".{part}" if place else str(part)
     return place[:200]
+
+
+_ITEM_KINDS: Final = frozenset(
+    [
+        "text",
+        "refusal",
+        "input_text",
+        "output_text",
+        "message",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+    ]
+)
+"""The `type`s of items in lists, which pydantic puts after an item's index."""
 
 
 class _Named(str):
@@ -230,7 +284,7 @@ def install(app: FastAPI) -> None:
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         content_type = shown(request.headers["content-type"]) if "content-type" in request.headers else None
-        return describe_validation(error.errors(), content_type).response()
+        return describe_validation(error.errors(), content_type, error.body).response()
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -254,6 +308,8 @@ def _from_http(request: Request, error: HTTPException) -> ApiError:
         message = f"the body is not UTF-8: {cause.reason if hasattr(cause, 'reason') else cause}"
     elif isinstance(cause, RecursionError):
         message = "the body is nested too deeply"
+    elif isinstance(cause, ValueError) and "digits" in str(cause):
+        message = f"the body holds a number of more than {sys.get_int_max_str_digits()} digits; send fewer"
     elif error.status_code == 400 and cause is not None:
         message = "the body is not valid JSON"
     return ApiError(error.status_code, message, headers=error.headers)

@@ -9,7 +9,7 @@ from octavo.errors import RequestError, nearest
 from octavo.sampling_params import SamplingParams
 from octavo.serve import reasoning, tools
 from octavo.serve.answer import AnswerFormat
-from octavo.serve.api_errors import ApiError, named_format
+from octavo.serve.api_errors import ApiError, format_error, named_format, named_prompt
 from octavo.serve.chat_grammar import CallRules, check_calls, constraint
 from octavo.serve.chat_protocol import (
     AllowedToolChoice,
@@ -20,7 +20,7 @@ from octavo.serve.chat_protocol import (
     template_tools,
 )
 from octavo.serve.guard import body_size
-from octavo.serve.protocol import structured_output, to_sampling_params
+from octavo.serve.protocol import format_place, structured_output, to_sampling_params
 from octavo.serve.tool_prompt import knows_tools, with_tools_as_text
 from octavo.text.chat import render_chat, template_variables
 
@@ -40,12 +40,14 @@ class PreparedChat:
     prompt_token_ids: list[int]
     params: SamplingParams
     format: AnswerFormat
-    bound_by: str
-    """The field that the constraint on the output comes from, if there is one."""
+    bound_by: tuple[str, str]
+    """The field that the constraint on the output comes from, if there is one, and the place in it."""
+    prompt_field: str
 
     def named(self, error: RequestError) -> Exception:
-        """The error, naming the client's own field where the engine found its grammar at fault."""
-        return named_format(error, self.bound_by)
+        """The error, naming the client's own field where the engine found its grammar or prompt at fault."""
+        named = named_format(error, *self.bound_by)
+        return named if named is not error else named_prompt(error, self.prompt_field)
 
 
 async def prepare_chat(
@@ -60,6 +62,7 @@ async def prepare_chat(
     Raises ApiError (400) or RequestError for what it asks that cannot be, EngineError while the model loads.
     """
     tokenizer = engine.tokenizer
+    prompt_field = "messages" if format_field == "response_format" else "input"
     calls = call_rules(body, settings)
     check_calls(calls)  # before the prompt is written, with the same schemas in it
     try:
@@ -69,30 +72,25 @@ async def prepare_chat(
             is_prompt=True,
         )
     except RequestError as error:
-        # What the tokenizer calls the prompt is the client's messages.
-        head, _, problem = str(error).partition("prompt: ")
-        if head or not problem:
-            raise
-        name = "messages" if format_field == "response_format" else "input"
-        raise ApiError(400, f"{name}: {problem}", param=name) from error
+        raise named_prompt(error, prompt_field) from error
     reasons: bool | None = None
     if _reasons(tokenizer, settings):
         reasons = reasoning.prompt_opens_reasoning(prompt)
     answer_format = AnswerFormat(reasons, has_tools=calls is not None)
     expects_reasoning = None if reasoning.prompt_closes_reasoning(prompt) else reasons
-    bound_by = "structured_outputs" if body.structured_outputs is not None else format_field
+    bound_by = format_place(body, format_field)
     if calls is not None and not calls.is_free:
-        bound_by = "tools"
+        bound_by = "tools", "tools"
     try:
         more: dict[str, Any] = {
-            "structured_output": constraint(structured_output(body), calls, expects_reasoning)
+            "structured_output": constraint(structured_output(body, format_field), calls, expects_reasoning)
         }
     except RequestError as error:
-        raise ApiError(400, f"{bound_by}: {error}", param=bound_by) from error
+        raise format_error(str(error), *bound_by) from error
     if body.skip_special_tokens is None and _hides_tags(tokenizer, answer_format):
         more["skip_special_tokens"] = False
     params = to_sampling_params(body, engine.model, **more)
-    return PreparedChat(prompt, token_ids, params, answer_format, bound_by)
+    return PreparedChat(prompt, token_ids, params, answer_format, bound_by, prompt_field)
 
 
 def call_rules(body: ChatRequest, settings: ServeSettings) -> CallRules | None:

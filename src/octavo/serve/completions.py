@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, shown
 from octavo.outputs import CompletionOutput, RequestOutput, StreamChunk
 from octavo.serve.answer import check_end, ended_badly, finish_reason, new_id
 from octavo.serve.api_errors import ApiError, answers_with, named_format
 from octavo.serve.guard import body_size
 from octavo.serve.models import check_model
-from octavo.serve.protocol import CompletionRequest, to_sampling_params
+from octavo.serve.protocol import CompletionRequest, format_place, to_sampling_params
 from octavo.serve.respond import respond
 from octavo.serve.response_parts import CompletionLogprobs, completion_logprobs, usage_of
 from octavo.serve.sse import DONE, error_event, event, while_connected
@@ -40,8 +40,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     try:
         return await while_connected(request, _respond(body, model, engine, settings))
     except RequestError as error:
-        field = "response_format" if body.structured_outputs is None else "structured_outputs"
-        raise named_format(error, field) from error
+        raise named_format(error, *format_place(body)) from error
 
 
 async def _respond(
@@ -91,9 +90,11 @@ async def _encode(
     else:
         all_ids = prompts
     for i, token_ids in enumerate(all_ids):
+        where = "prompt" if _is_one(body.prompt) else f"prompt[{i}]"
         if not token_ids:
-            where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             raise ApiError(400, f"{where} is empty: there is no token to continue from", param="prompt")
+        if all_ids is prompts:
+            _check_ids(where, token_ids, engine.model.vocab_size)
     if len(prompts) > 1:
         for token_ids in all_ids:
             engine.check_length(len(token_ids))
@@ -112,6 +113,17 @@ async def _encode(
 
 def _is_one(prompt: str | Sequence[Any]) -> bool:
     return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+
+
+def _check_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    i, token_id = next((i, one) for i, one in enumerate(token_ids) if not 0 <= one < vocab_size)
+    raise ApiError(
+        400,
+        f"{where}[{i}] is {shown(token_id)}, outside the vocabulary (0 to {vocab_size - 1})",
+        param="prompt",
+    )
 
 
 class _Writer:

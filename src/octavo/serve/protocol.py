@@ -23,9 +23,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from octavo.errors import shown
+from octavo.errors import RequestError, shown
 from octavo.sampling_params import SamplingParams
-from octavo.serve.api_errors import ApiError
+from octavo.serve.api_errors import ApiError, format_error
 from octavo.structured_output import StructuredOutput
 
 T = TypeVar("T")
@@ -371,11 +371,33 @@ def _check_token_id(name: str, token_id: int, vocab_size: int) -> None:
         )
 
 
-def structured_output(request: SamplingFields) -> StructuredOutput | None:
+def structured_output(
+    request: SamplingFields, format_field: str = "response_format"
+) -> StructuredOutput | None:
     """The request's `response_format` or `structured_outputs` as a StructuredOutput, or None.
 
-    Raises ApiError (400) when both are given, or one is incomplete.
+    Raises ApiError (400) when both are given, or one is incomplete, too long or no schema.
     """
+    try:
+        return _structured_output(request)
+    except RequestError as error:
+        raise format_error(str(error), *format_place(request, format_field)) from error
+
+
+def format_place(request: SamplingFields, format_field: str = "response_format") -> tuple[str, str]:
+    """The field that says what to write, and the place in it; `format_field` is what response_format is
+    called.
+    """
+    if (own := request.structured_outputs) is not None:
+        given = [name.rstrip("_") for name, value in own if value is not None and value is not False]
+        return "structured_outputs", ".".join(["structured_outputs", *given[:1]])
+    return format_field, {
+        "response_format": "response_format.json_schema.schema",
+        "text.format": "text.format.schema",
+    }[format_field]
+
+
+def _structured_output(request: SamplingFields) -> StructuredOutput | None:
     response_format: ResponseFormat | None = getattr(request, "response_format", None)
     if response_format is not None and response_format.type != "json_schema":
         if response_format.json_schema is not None:

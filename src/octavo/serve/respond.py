@@ -62,16 +62,16 @@ async def respond_to_chat(
 ) -> Response:
     """Submit a prepared conversation and respond. What the engine refuses names the client's own field."""
     is_stream = bool(body.stream)
-    generation = engine.submit(
-        chat.prompt_token_ids,
-        chat.params,
-        request_id=request_id,
-        prompt=chat.prompt,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        stream=is_stream,
-    )
     try:
+        generation = engine.submit(
+            chat.prompt_token_ids,
+            chat.params,
+            request_id=request_id,
+            prompt=chat.prompt,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            stream=is_stream,
+        )
         return await respond(writer, [generation], is_stream=is_stream, slow_reader_s=settings.slow_reader_s)
     except RequestError as error:
         raise chat.named(error) from error

@@ -103,7 +103,7 @@ class Tokenizer:
                 # Other threads can run meanwhile only this way; a short text is through before they notice.
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"prompt: not valid Unicode ({error}); remove the lone surrogates") from error
+            raise RequestError("prompt: not valid Unicode: it holds lone surrogates; remove them") from error
         if not add_special_tokens:
             return ids
         prefix, suffix = self._prefix_ids, self._suffix_ids

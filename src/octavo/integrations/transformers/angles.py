@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.integrations.transformers.quick import keep
 from octavo.integrations.transformers.stock import needs_gradients
 from octavo.kernels import backend, known_calls
 from octavo.kernels.known_calls import prepared
 from octavo.kernels.rotary import check_rotary
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ATTRIBUTE = "octavo_angles"
 _Seen = tuple[tuple[int, ...], tuple[int, ...]]
 
 # What was worked out for tensors laid out in one way: the steps of a request have the same again and again.
 _calls: dict[tuple[Any, ...], _Call | None] = {}
-_MOST = 1024
 
 
 class Rotate:
@@ -79,7 +80,7 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     else:
         call = None
         if not _is_fit(q, k, cos, sin):
-            _keep(like, None)
+            keep(_calls, like, None)
             return None
     angles: Angles | None = getattr(cos, _ATTRIBUTE, None)
     if angles is None or angles.sin is not sin or angles.versions != _versions(cos, sin):
@@ -88,14 +89,8 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     table, positions = angles.table, angles.positions(q.shape[0])
     if call is None:
         call = _Call(q, k, table, positions)
-        _keep(like, call)
+        keep(_calls, like, call)
     return call(q, k, table, positions)
-
-
-def _keep(like: tuple[Any, ...], call: _Call | None) -> None:
-    if len(_calls) >= _MOST:
-        _calls.clear()
-    _calls[like] = call
 
 
 def _is_fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -110,7 +105,7 @@ def _is_fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and head_dim % 2 == 0
         and q.numel() > 0
         and q.dtype == k.dtype == cos.dtype == sin.dtype
-        and q.dtype.is_floating_point
+        and q.dtype in DTYPES
         and q.device == k.device == cos.device == sin.device
         and _tokens(q) is not None
         and _tokens(k) is not None

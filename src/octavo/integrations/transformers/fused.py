@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from octavo.integrations.transformers.angles import Rotate
+from octavo.integrations.transformers.angles import DTYPES, Rotate
+from octavo.integrations.transformers.quick import rms_norm, silu_and_mul
 from octavo.integrations.transformers.stock import needs_gradients
-from octavo.kernels import rms_norm, silu_and_mul
 
 ROTATE = "apply_rotary_pos_emb"
 SILU = ("SiLUActivation", "SiLU")  # what Transformers calls it, and torch
@@ -85,6 +85,7 @@ def _norm(own: Callable[..., Any], epsilon: str) -> Callable[..., Any]:
             type(x) is not Tensor
             or type(weight) is not torch.nn.Parameter
             or x.dtype != weight.dtype
+            or x.dtype not in DTYPES
             or x.device != weight.device
             or is_watched()
             or needs_gradients(x, weight)
@@ -118,6 +119,7 @@ def _are_alike(gate: Any, up: Any) -> bool:
         type(gate) is type(up) is Tensor
         and gate.shape == up.shape
         and gate.dtype == up.dtype
+        and gate.dtype in DTYPES
         and gate.is_contiguous()
         and up.is_contiguous()
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, shown
-from octavo.integrations.transformers.angles import rotated
+from octavo.integrations.transformers.angles import DTYPES, rotated
 from octavo.integrations.transformers.fused import (
     SILU,
     fused_class,
@@ -138,8 +138,8 @@ def _kind(module: nn.Module) -> str | None:
 def _tried(known: dict[Any, str | None], module: nn.Module, kind: str, angles: Any) -> str | None:
     """Why our forward does not do for a module; None when it does. One of each sort is tried."""
     weight = next(module.parameters(), None)
-    if weight is None or weight.device.type == "meta" or not weight.dtype.is_floating_point:
-        return "has no weights here in floating point"
+    if weight is None or weight.device.type == "meta" or weight.dtype not in DTYPES:
+        return "has no weights here in float32, float16 or bfloat16"
     facts = getattr(module, kind) if kind in _EPSILONS else 0.0, weight.shape if kind in _EPSILONS else None
     sort = (type(module), kind, weight.dtype, weight.device, facts)
     if sort not in known:
@@ -169,14 +169,14 @@ def _try(module: nn.Module, kind: str, angles: Any, weight: Tensor) -> str | Non
 
 
 class _Draw:
-    """Random numbers, the same in every call of `fuse`, without a word to torch's generators."""
+    """Numbers from -1 to 1, the same in every call of `fuse`, without a word to torch's generators."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._dtype, self._device = dtype, device
 
     def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
+        return (2 * torch.rand(shape, generator=self._generator) - 1).to(self._device, self._dtype)
 
 
 def _norm(module: nn.Module, draw: _Draw) -> tuple[nn.Module, Tensor]:
@@ -187,12 +187,13 @@ def _norm(module: nn.Module, draw: _Draw) -> tuple[nn.Module, Tensor]:
 
 
 def _mlp(module: nn.Module, draw: _Draw) -> tuple[nn.Module, Tensor]:
-    """One like it with small layers in the place of its own."""
+    """One like it with small layers in the place of its own, and none behind: a product may round more."""
     probe = _shallow(module)
-    for name, rows, depth in (("gate_proj", 48, 16), ("up_proj", 48, 16), ("down_proj", 16, 48)):
-        layer = nn.Linear(depth, rows, device="meta")
-        layer.weight, layer.bias = nn.Parameter(draw(rows, depth) / 4), nn.Parameter(draw(rows))
+    for name in ("gate_proj", "up_proj"):
+        layer = nn.Linear(16, 48, device="meta")
+        layer.weight, layer.bias = nn.Parameter(draw(48, 16)), nn.Parameter(draw(48))
         probe._modules[name] = layer
+    probe._modules["down_proj"] = nn.Identity()
     probe._modules["act_fn"] = _shallow(module.get_submodule("act_fn"))
     return probe, draw(2, 3, 16)
 
