@@ -129,7 +129,8 @@ class DecodeGraphs:
     """Runs the decode steps whose rows are all plain; says so when a step is none.
 
     `last_token_ids` (num_rows + 1,) int64 is shared with the runner, which keeps it for steps of other kinds,
-    too; its last entry belongs to the padding. `sharing`: when steps share what their sequences have in
+    too; its last entry belongs to the padding. `block_tables` (num_rows + 1, columns) int32 has them by row.
+    `sharing`: when steps share what their sequences have in
     common; None = never. `must_share`: somebody asked for it, and is warned where it fails.
     """
 
