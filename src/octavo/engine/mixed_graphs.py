@@ -98,7 +98,7 @@ class MixedGraphs:
     def prepare(self) -> bool:
         """Capture every graph, before requests come: the largest first, whose memory the others share.
 
-        False when one cannot be had. Then none is kept, and this is of no use any more.
+        False when one cannot be had: this is of no use then, and is to be let go of.
         """
         began = time.perf_counter()
         for bucket in reversed(self.buckets):
@@ -109,7 +109,6 @@ class MixedGraphs:
                 )
                 self._graphs[bucket] = self._capture(step)
             except Exception as error:  # out of memory above all; steps without a graph still run
-                self._graphs.clear()
                 logger.warning(
                     "no CUDA graph for a step of %d tokens (%s: %s); steps that are no plain decode steps "
                     "are launched one kernel at a time", bucket, type(error).__name__, str(error),
