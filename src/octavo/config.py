@@ -54,7 +54,7 @@ class EngineConfig:
         the host; None: on a GPU, and not on a CPU, where both are one. The tokens are the same.
     run_ahead: steps launched ahead with `overlap`: one usually, and up to this many while nothing waits and
         all that runs is decoding. A new request waits for these steps, a finished one wastes its share.
-    enforce_eager: launch decode steps kernel by kernel on a GPU, too, and never replay them from CUDA graphs.
+    enforce_eager: launch every step kernel by kernel on a GPU, too, and replay none from CUDA graphs.
     cascade_attention: in decode steps from CUDA graphs whose sequences begin with the same blocks of the
         cache, read these once for eight sequences, where that pays. None: on a GPU, unless `enforce_eager` or
         `deterministic` rules it out; True refuses these, and warns where the model or its sizes do.
@@ -174,7 +174,7 @@ class EngineConfig:
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether decode steps are replayed from CUDA graphs; told once the device is settled."""
+        """Whether small steps are replayed from CUDA graphs; told once the device is settled."""
         return self.device == "cuda" and not self.enforce_eager
 
     def on_device(self, device: str) -> EngineConfig:

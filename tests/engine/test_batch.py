@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import torch
 from helpers.engine import ScriptedEngine
 
-from octavo.engine.batch import Batch, BatchBuilder
+from octavo.engine.batch import Batch, BatchBuilder, upload
 from octavo.engine.schedule import Schedule
 
 
@@ -103,6 +104,19 @@ def test_ids_that_the_host_does_not_know_yet() -> None:
     assert batch.unknown.tolist() == [0, 1]
     assert batch.unknown_rows.tolist() == [first.row, second.row]
     assert batch.sampled_rows.tolist() == [first.row, second.row, third.row]
+
+
+def test_parts_of_a_memory_that_was_given_stay_where_they_are() -> None:
+    memory = torch.full((20,), -9, dtype=torch.int64)
+    places = set()
+    for value, length in ((3, 4), (5, 1), (7, 3)):
+        parts = upload(
+            [np.full(3, value), np.full(5, value, dtype=np.int32), np.arange(length)], memory.device, memory
+        )
+        assert [part.tolist() for part in parts] == [[value] * 3, [value] * 5, [*range(length)]]
+        places.add(tuple(part.data_ptr() - memory.data_ptr() for part in parts))
+    assert places == {(0, 32, 64)}
+    assert memory[12:].tolist() == [-9] * 8, "what was not given is not written"
 
 
 def test_rows_stay_right_through_forks_preemption_and_reuse() -> None:

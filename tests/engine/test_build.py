@@ -94,6 +94,24 @@ def test_kernels_are_compiled_for_what_the_sampler_asks_and_counted(
     assert asked["batch_invariant"] is True
 
 
+def test_kernels_are_compiled_for_the_padding_of_steps_from_graphs(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def warm_up(*_: Any, **options: Any) -> list[Any]:
+        asked.append(options["max_num_seqs"])
+        return []
+
+    monkeypatch.setattr(build, "warm_up", warm_up)
+    monkeypatch.setattr(build, "_is_compiled", lambda *_: True)
+    config = EngineConfig(model="m", max_model_len=64, max_num_batched_tokens=512, max_num_seqs=32)
+    for options in ({}, {"enforce_eager": True}, {"deterministic": True}):
+        settled = config.replace(**options).on_device("cuda")
+        build._compile_kernels(settled, loaded, KVCacheSpec(2, 2, 8))
+    assert asked == [33, 32, 32]
+
+
 def test_memory_is_kept_free_for_all_that_steps_under_way_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = KVCacheSpec(2, 2, 8)
     monkeypatch.setattr(build, "_largest_step_bytes", lambda *_: 0)
@@ -116,15 +134,23 @@ def test_memory_is_kept_free_for_graphs_only_where_there_are_some(monkeypatch: p
     spec = KVCacheSpec(2, 2, 8)
     monkeypatch.setattr(build, "_largest_step_bytes", lambda *_: 2**22)
     monkeypatch.setattr(build, "_free_bytes", lambda _: 2**24)
-    loaded: Any = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(vocab_size=1000))
+    loaded: Any = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.bfloat16,
+        config=SimpleNamespace(vocab_size=1000, hidden_size=64),
+    )  # fmt: skip
 
     def num_blocks(*, is_compiled: bool, **options: Any) -> int:
         monkeypatch.setattr(build, "_is_compiled", lambda *_: is_compiled)
-        config = EngineConfig(model="m", device="cuda", max_model_len=10**6, overlap=False, **options)
+        options = {"max_model_len": 10**6, "max_num_seqs": 8, "max_num_batched_tokens": 128} | options
+        config = EngineConfig(model="m", device="cuda", overlap=False, **options)
         return build._num_blocks(config, loaded, spec)
 
     without = num_blocks(is_compiled=True, enforce_eager=True)
-    assert num_blocks(is_compiled=True) / without == pytest.approx(2 / 3, rel=1e-3)
+    assert num_blocks(is_compiled=True, deterministic=True) / without == pytest.approx(2 / 3, rel=1e-3)
+    # Graphs of 16, 64 and 128 tokens each keep their hidden states.
+    kept = (16 + 64 + 128) * 64 * 2
+    expected = (2**24 - 2**23 - kept) / (2**24 - 2**22)
+    assert num_blocks(is_compiled=True) / without == pytest.approx(expected, rel=1e-3)
     # Attention in plain torch is in no graph.
     assert num_blocks(is_compiled=False) == without
 
@@ -136,7 +162,8 @@ def test_memory_is_kept_free_for_steps_that_share_only_where_there_are_some(
     monkeypatch.setattr(build, "_largest_step_bytes", lambda *_: 2**20)
     monkeypatch.setattr(build, "_free_bytes", lambda _: 2**24)
     monkeypatch.setattr(build, "_is_compiled", lambda *_: True)
-    sizes = SimpleNamespace(vocab_size=1000, num_heads=4)
+    monkeypatch.setattr(build, "kept_bytes", lambda *_: 0)
+    sizes = SimpleNamespace(vocab_size=1000, num_heads=4, hidden_size=32)
     loaded: Any = SimpleNamespace(
         device=torch.device("cuda"), config=sizes, dtype=torch.bfloat16,
         model=SimpleNamespace(weights_form="dense"),
@@ -215,6 +242,7 @@ def test_who_asks_for_common_keys_in_vain_is_told_why(
     monkeypatch.setattr(build, "warm_up", warm_up)
     monkeypatch.setattr(build, "CudaCapture", lambda device: None)
     monkeypatch.setattr(build.ModelRunner, "use_graphs", use_graphs)
+    monkeypatch.setattr(build.ModelRunner, "use_mixed_graphs", lambda *_: None)
     monkeypatch.setattr(build, "_is_compiled", lambda *_: change != "plain torch")
     play_a_gpu(monkeypatch)
     if change != "a small model":
@@ -246,6 +274,7 @@ def test_what_excludes_it_leaves_no_trace_of_it(
     monkeypatch.setattr(build, "warm_up", warm_up)
     monkeypatch.setattr(build, "CudaCapture", lambda device: None)
     monkeypatch.setattr(build.ModelRunner, "use_graphs", use_graphs)
+    monkeypatch.setattr(build.ModelRunner, "use_mixed_graphs", lambda *_: None)
     monkeypatch.setattr(build, "_is_compiled", lambda *_: True)
     monkeypatch.setattr(build, "sharing_for", lambda *_: Sharing(1, 4, 8, 1))
     play_a_gpu(monkeypatch)
@@ -254,6 +283,37 @@ def test_what_excludes_it_leaves_no_trace_of_it(
     assert engine.config.cascade_attention is False
     assert given == ([False] if option == "enforce_eager" else [False, (None, False)])
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_compiled", "expected"),
+    [
+        ({}, True, ["decode", ("other", 64, 32, "capture")]),
+        ({"enforce_eager": True}, True, []),
+        ({"deterministic": True}, True, ["decode"]),
+        ({}, False, []),
+    ],
+    ids=str,
+)
+def test_which_graphs_an_engine_has(
+    options: dict[str, Any],
+    is_compiled: bool,
+    expected: list[Any],
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(build, "warm_up", lambda *_, **options: [])
+    monkeypatch.setattr(build, "CudaCapture", lambda device: "capture")
+    monkeypatch.setattr(build.ModelRunner, "use_graphs", lambda *_, **options: made.append("decode"))
+    monkeypatch.setattr(
+        build.ModelRunner, "use_mixed_graphs", lambda _, *sizes: made.append(("other", *sizes))
+    )
+    monkeypatch.setattr(build, "_is_compiled", lambda *_: is_compiled)
+    play_a_gpu(monkeypatch)
+    sizes = {"num_blocks": 24, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 32}
+    build.build_engine(EngineConfig(model="m", **(sizes | options)), loaded, None)
+    assert made == expected
 
 
 def play_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,14 @@ def test_an_ordinary_prompt_takes_the_kernel_of_its_architecture(monkeypatch: py
     assert len(calls) == (torch.cuda.get_device_capability() == (9, 0))
 
 
+@pytest.mark.parametrize("spare", [1, 127, 300])
+def test_a_batch_padded_with_sequences_of_no_tokens(path: str, spare: int) -> None:
+    """As steps from a graph are, whose spare rows are a sequence without keys."""
+    case = PATHS[path]
+    lens_q, lens_k = (*case.lens_q, 100, *[0] * spare), (*case.lens_k, 0, *[0] * spare)
+    prepare(replace(case, lens_q=lens_q, lens_k=lens_k), "cuda").check()
+
+
 @on("decode", "prefill-hopper", "prefill-whole", "mixed")
 @pytest.mark.parametrize("name", ["full", "causal", "window", "everything"])
 def test_options_over_packed_keys(path: str, name: str) -> None:

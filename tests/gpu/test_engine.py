@@ -195,16 +195,70 @@ def test_launched_ahead_or_from_graphs(
     assert finish(other, requests) == finish(plain, expected)
 
 
+def test_steps_with_prompts_come_from_graphs(plain: Engine, engine: Callable[..., Engine]) -> None:
+    other = engine(num_blocks=512)
+    mixed = other.runner._mixed
+    assert mixed is not None
+    sizes: list[tuple[int, int]] = []
+    replay = mixed.replay
+
+    def replaying(batch: Any) -> torch.Tensor:
+        sizes.append((len(batch.input_ids), len(batch.logits_rows)))
+        return replay(batch)
+
+    vars(mixed)["replay"] = replaying
+    kinds = (
+        GREEDY,
+        SamplingParams(temperature=0.8, top_k=30, seed=3, max_tokens=24, ignore_eos=True),
+        SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=24, ignore_eos=True),
+        SamplingParams(repetition_penalty=1.2, max_tokens=24, ignore_eos=True),
+        SamplingParams(n=2, temperature=1.0, seed=4, max_tokens=24, ignore_eos=True),
+    )
+    found = []
+    for one in (plain, other):
+        requests = []
+        for i, prompt in enumerate([*prompts(), *prompts()]):
+            requests.append(one.add_request(prompt, kinds[i % len(kinds)]))
+            one.step()  # what came before decodes beside the next prompt
+        found.append(finish(one, requests))
+    del vars(mixed)["replay"]
+    assert found[1] == found[0]
+    assert {bucket for bucket, _ in sizes} >= {16, 64, 128}
+    assert max(num_sampled for _, num_sampled in sizes) > 8
+
+
+def test_hidden_states_of_a_graph_are_those_of_launched_kernels(low: LoadedModel) -> None:
+    """In bfloat16, where prompts have kernels that float32 has not; as close as other products are."""
+    params = SamplingParams(max_tokens=1, logprobs=5)
+    answers = []
+    for options in ({"enforce_eager": True}, {}):
+        one = engine_for(low, enable_prefix_caching=False, **options)
+        requests = [one.add_request(prompt, params) for prompt in prompts()[-3:]]
+        finish(one, requests)
+        answers.append([request.sequences[0].logprobs for request in requests])
+        assert (one.runner._mixed is None) == one.config.enforce_eager
+        one.close()
+    for expected, found in zip(*answers, strict=True):
+        (before,), (after,) = expected or [], found or []
+        common = before.keys() & after.keys()
+        assert len(common) >= 3
+        for token in common:
+            assert after[token].logprob == pytest.approx(before[token].logprob, abs=0.1)
+
+
 def test_graphs_once_captured_serve_without_another_compile_or_capture(engine: Callable[..., Engine]) -> None:
     ready = engine()
     run(ready, prompts())
     graphs = ready.runner._graphs
     assert graphs is not None
-    captured = set(graphs._graphs)
-    assert len(captured) > 2
+    mixed = ready.runner._mixed
+    assert mixed is not None
+    captured = set(graphs._graphs), set(mixed._graphs)
+    assert min(map(len, captured)) > 2
     with forbid_compiles():
         run(ready, prompts())
-    assert set(graphs._graphs) == captured
+        run(ready, prompts(), SamplingParams(max_tokens=8, logprobs=1))
+    assert (set(graphs._graphs), set(mixed._graphs)) == captured
 
 
 def test_preempted(plain: Engine, engine: Callable[..., Engine]) -> None:

@@ -28,6 +28,12 @@ class Replaying:
         engine.runner.use_graphs(engine.scheduler.max_model_len, self, sharing, must_share=must_share)
         self.graphs = engine.runner._graphs
 
+    def serve_others(self, engine: Engine) -> None:
+        """Have the model in that engine's other steps replayed; for one whose decode steps are."""
+        scheduler = engine.scheduler
+        self.graphs = engine.runner._graphs
+        engine.runner.use_mixed_graphs(scheduler.max_model_len, scheduler.max_num_batched_tokens, self)
+
     def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         result = torch.full_like(step(), -7)
         self.num_captures += 1

@@ -64,11 +64,9 @@ def test_into_other_memory(
     rng = torch.Generator().manual_seed(0)
     q, k = (torch.randn(7, heads, head_dim, generator=rng).to(dtype) for heads in (3, 2))
     kept = q.clone(), k.clone()
-    # One with other strides, and memory that nothing may be left of.
-    out = (
-        torch.full((3, 7, head_dim + 3), torch.nan, dtype=dtype)[..., :head_dim].transpose(0, 1),
-        k * torch.nan,
-    )
+    # With other strides, and memory that nothing may be left of.
+    q_out = torch.full((3, 7, head_dim + 3), torch.nan, dtype=dtype)[..., :head_dim].transpose(0, 1)
+    out = q_out, torch.full((7, 4, head_dim), torch.nan, dtype=dtype)[:, 1:3]
     angles = table(40, rotary_dim), torch.tensor([0, 39, 3, 3, 17, 1, 2])
     apply_rotary(q, k, *angles, interleaved=interleaved, out=out)
     assert torch.equal(q, kept[0])

@@ -42,6 +42,27 @@ class Batch:
     unknown_rows: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A step of B sequences and T tokens before it goes to a device; what has the name of a tensor of `Batch`
+    becomes that one.
+
+    num_new: (B,) new tokens of each sequence. lengths: (B,) context lengths, the new tokens included.
+    rows: (B,) rows of the block table. All int64.
+    """
+
+    input_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    num_new: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    logits_rows: npt.NDArray[np.int64]
+    sampled_rows: npt.NDArray[np.int64]
+    unknown: npt.NDArray[np.int64]
+    unknown_rows: npt.NDArray[np.int64]
+
+
 class BatchBuilder:
     """Keeps each row's block table between steps, so that a step only copies the blocks that are new.
 
@@ -75,28 +96,44 @@ class BatchBuilder:
 
     def build(self, plan: Schedule) -> Batch:
         """The tensors of one step. On a GPU they are under way when this returns; nothing waits for them."""
+        host = self.on_host(plan)
+        num_columns = -(-int(host.lengths.max()) // self._block_size)
+        overlapped = [host.sampled_rows, host.unknown, host.unknown_rows]
+        return pack_batch(
+            input_ids=host.input_ids,
+            positions=host.positions,
+            slots=host.slots,
+            num_new=host.num_new,
+            lengths=host.lengths,
+            block_table=self._table[host.rows, :num_columns],
+            logits_rows=host.logits_rows,
+            device=self._device,
+            overlapped=overlapped if self._overlap else None,
+        )
+
+    def on_host(self, plan: Schedule) -> HostBatch:
+        """One step, with the rows of its sequences up to date."""
         num_new = np.array(plan.num_new_tokens, dtype=np.int64)
         starts = np.array([seq.num_computed_tokens for seq in plan.sequences], dtype=np.int64)
         self.sync_rows(plan.sequences)
         rows = np.array([seq.row for seq in plan.sequences], dtype=np.int64)
-        cu_seqlens_q = _prefix_sums(num_new)
-        ends = starts + num_new
+        cu_seqlens_q = prefix_sums(num_new)
         # Each token's position: its index in the packed batch, moved by where its row starts.
         positions = np.arange(plan.num_tokens) + np.repeat(starts - cu_seqlens_q[:-1], num_new)
         block_ids = self._table[np.repeat(rows, num_new), positions // self._block_size]
-        slots = block_ids.astype(np.int64) * self._block_size + positions % self._block_size
-        num_columns = -(-int(ends.max()) // self._block_size)
         token_ids, unknown, unknown_rows = _new_token_ids(plan)
-        return pack_batch(
+        sampled_rows = [seq.row for seq in plan.sampled] if self._overlap else []
+        return HostBatch(
             input_ids=np.array(token_ids, dtype=np.int64),
             positions=positions,
-            slots=slots,
+            slots=block_ids.astype(np.int64) * self._block_size + positions % self._block_size,
             num_new=num_new,
-            lengths=ends,
-            block_table=self._table[rows, :num_columns],
+            lengths=starts + num_new,
+            rows=rows,
             logits_rows=cu_seqlens_q[1:][plan.sampled_rows] - 1,
-            device=self._device,
-            overlapped=[[seq.row for seq in plan.sampled], unknown, unknown_rows] if self._overlap else None,
+            sampled_rows=np.array(sampled_rows, dtype=np.int64),
+            unknown=np.array(unknown, dtype=np.int64),
+            unknown_rows=np.array(unknown_rows, dtype=np.int64),
         )
 
     def sync_rows(self, sequences: list[Sequence]) -> None:
@@ -139,7 +176,7 @@ class BatchBuilder:
             for row, (first, last) in changes.items()
         ]
         at = np.concatenate(places)
-        table.view(-1).index_copy_(0, *_upload([at, self._table.reshape(-1)[at]], table.device))
+        table.view(-1).index_copy_(0, *upload([at, self._table.reshape(-1)[at]], table.device))
         # Only now: rows of sequences that outlive a step that broke before count on it.
         changes.clear()
 
@@ -154,23 +191,23 @@ def pack_batch(
     block_table: npt.NDArray[np.int32],
     logits_rows: npt.NDArray[np.int64],
     device: torch.device,
-    overlapped: list[list[int]] | None = None,
+    overlapped: list[npt.NDArray[np.int64]] | None = None,
 ) -> Batch:
     """A batch of B sequences on `device`.
 
     num_new: (B,) new tokens of each. lengths: (B,) context lengths, the new tokens included. overlapped: the
     batch's sampled_rows, unknown and unknown_rows.
     """
-    parts = _upload(
+    parts = upload(
         [
             input_ids,
             positions,
             slots,
             logits_rows,
-            _prefix_sums(num_new).astype(np.int32),
-            _prefix_sums(lengths).astype(np.int32),
+            prefix_sums(num_new).astype(np.int32),
+            prefix_sums(lengths).astype(np.int32),
             block_table,
-            *(np.array(numbers, dtype=np.int64) for numbers in overlapped or ()),
+            *(overlapped or ()),
         ],
         device,
     )
@@ -193,10 +230,16 @@ def pack_batch(
     )
 
 
-def _upload(
-    arrays: list[npt.NDArray[np.int64] | npt.NDArray[np.int32]], device: torch.device
+def upload(
+    arrays: list[npt.NDArray[np.int64] | npt.NDArray[np.int32]],
+    device: torch.device,
+    into: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The arrays as tensors on `device`, parts of one buffer that is copied there once."""
+    """The arrays as tensors on `device`, parts of one buffer that is copied there once.
+
+    into: int64, the memory that they are parts of; a new one unless given. Each begins where it did the last
+    time if those before it have the sizes that they had.
+    """
     starts, size = [], 0  # in bytes
     for array in arrays:
         assert array.flags.c_contiguous
@@ -207,7 +250,10 @@ def _upload(
     raw = buffer.numpy().view(np.uint8)
     for array, start in zip(arrays, starts, strict=True):
         raw[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    wide = buffer.to(device, non_blocking=True)
+    if into is None:
+        wide = buffer.to(device, non_blocking=True)
+    else:
+        wide = into[: len(buffer)].copy_(buffer, non_blocking=True)
     bases = {8: wide, 4: wide.view(torch.int32)}
     return [
         bases[array.itemsize].as_strided(
@@ -235,7 +281,7 @@ def _new_token_ids(plan: Schedule) -> tuple[list[int], list[int], list[int]]:
     return token_ids, unknown, unknown_rows
 
 
-def _prefix_sums(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def prefix_sums(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     sums = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=sums[1:])
     return sums

@@ -25,6 +25,7 @@ from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineConfig
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.core import Engine
 from octavo.engine.graph import CudaCapture
+from octavo.engine.mixed_graphs import kept_bytes
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.scheduler import Scheduler
@@ -100,6 +101,8 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     if _has_graphs(config, loaded, spec):
         capture = CudaCapture(loaded.device)
         runner.use_graphs(config.max_model_len, capture, sharing, must_share=must_share)
+        if _has_mixed_graphs(config, loaded, spec):
+            runner.use_mixed_graphs(config.max_model_len, config.max_num_batched_tokens, capture)
     eos = {*eos_token_ids(loaded.generation_config), *(tokenizer.eos_token_ids if tokenizer else ())}
     return Engine(
         config, scheduler, runner, vocab_size=vocab_size, eos_token_ids=sorted(eos), tokenizer=tokenizer
@@ -116,6 +119,12 @@ def _is_compiled(loaded: LoadedModel, spec: KVCacheSpec) -> bool:
 def _has_graphs(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> bool:
     """Whether decode steps come from graphs; plain torch reads lengths on the host, which none can hold."""
     return config.uses_graphs and _is_compiled(loaded, spec)
+
+
+def _has_mixed_graphs(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) -> bool:
+    """Whether the model in other steps does. Not where bits depend on a row's own sequence alone, for then
+    attention would hold partials as if every sequence were as long as may be."""
+    return _has_graphs(config, loaded, spec) and not config.deterministic
 
 
 def _sharing(
@@ -182,7 +191,8 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         storage_dtype(spec),
         spec.block_size,
         loaded.device,
-        max_num_seqs=config.max_num_seqs,
+        # The padding of a step from a graph may be one more.
+        max_num_seqs=config.max_num_seqs + _has_mixed_graphs(config, loaded, spec),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         rotary_dim=model.rope.rotary_dim,
@@ -215,6 +225,10 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
             if _has_graphs(config, loaded, spec):
                 step_bytes *= 2  # the graphs keep what a decode step takes to themselves
                 sharing, _ = _sharing(config, loaded, spec, config.max_model_len)
+                if _has_mixed_graphs(config, loaded, spec):
+                    assert config.max_num_batched_tokens is not None, "a config that build_engine resolved"
+                    width = loaded.config.hidden_size * loaded.dtype.itemsize
+                    step_bytes += kept_bytes(config.max_num_batched_tokens, width)
                 if sharing is not None:
                     step_bytes += parts_bytes(_num_rows(config), loaded.config.num_heads, spec.head_dim)
             if config.overlap:  # steps under way keep their logits, and perhaps a copy that options changed

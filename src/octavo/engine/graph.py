@@ -129,7 +129,8 @@ class DecodeGraphs:
     """Runs the decode steps whose rows are all plain; says so when a step is none.
 
     `last_token_ids` (num_rows + 1,) int64 is shared with the runner, which keeps it for steps of other kinds,
-    too; its last entry belongs to the padding. `sharing`: when steps share what their sequences have in
+    too; its last entry belongs to the padding. `block_tables` (num_rows + 1, columns) int32 has them by row.
+    `sharing`: when steps share what their sequences have in
     common; None = never. `must_share`: somebody asked for it, and is warned where it fails.
     """
 
@@ -168,7 +169,7 @@ class DecodeGraphs:
         # Static tensors. Every part begins at a multiple of 16 bytes: Triton compiles apart for others.
         width = -(-num_rows // 4) * 4
         self._state = torch.zeros((_NUM_INTS + 2, width), dtype=torch.int64, device=device)
-        self._block_tables = torch.full((num_rows + 1, num_columns), -1, dtype=torch.int32, device=device)
+        self.block_tables = torch.full((num_rows + 1, num_columns), -1, dtype=torch.int32, device=device)
         self._cu_seqlens_q = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
 
         # What the host knows: of each row, filled when a sequence first stands there, and of the last step.
@@ -318,7 +319,7 @@ class DecodeGraphs:
 
     def _upload_changes(self, sequences: list[Sequence]) -> None:
         self._batches.sync_rows(sequences)
-        self._batches.update(self._block_tables)
+        self._batches.update(self.block_tables)
 
     # The device's side
 
@@ -337,7 +338,7 @@ class DecodeGraphs:
         floats = self._state[_NUM_INTS:].view(torch.float32).view(4, width)[:, :bucket]
         top_k = self._state[_NUM_INTS:].view(torch.int32).view(4, width)[_TOP_K, :bucket]
         input_ids, slots, cu_seqlens_k, block_table = prepare_decode(
-            rows, positions, self._last_token_ids, self._block_tables, self._block_size
+            rows, positions, self._last_token_ids, self.block_tables, self._block_size
         )
         shared = None
         if shares:

@@ -12,6 +12,7 @@ from octavo.cache.storage import KVCache
 from octavo.engine.batch import BatchBuilder
 from octavo.engine.device_profile import DeviceProfile
 from octavo.engine.graph import Capture, DecodeGraphs
+from octavo.engine.mixed_graphs import MixedGraphs
 from octavo.engine.profile import Span, StepProfile, no_span
 from octavo.engine.sampler import NOTHING_DRAWN, Sampler, SamplerOutput
 from octavo.engine.schedule import Schedule
@@ -45,6 +46,7 @@ class ModelRunner:
         # that only fill up a step.
         self._last_token_ids = torch.zeros(batches.num_rows + 1, dtype=torch.int64, device=self.device)
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self._span: Span = no_span
         self._device_profile: DeviceProfile | None = None
         self._torch_threads = None
@@ -107,6 +109,26 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def use_mixed_graphs(self, max_model_len: int, most_tokens: int, capture: Capture) -> None:
+        """After `use_graphs`, where it made some: have the model in other steps of few tokens replayed, too.
+
+        most_tokens: of the engine's largest step. From none where not all can be made, as there.
+        """
+        if self._graphs is None:
+            return
+        mixed = MixedGraphs(
+            self.model,
+            self.kv_cache,
+            self.batches,
+            self._graphs.block_tables,
+            max_model_len=max_model_len,
+            most_tokens=most_tokens,
+            capture=capture,
+        )
+        with self._running():
+            if mixed.prepare():
+                self._mixed = mixed
+
     def profile(self, profile: StepProfile) -> None:
         """From now on tell `profile` where a launch spends its time and, on a GPU, how long each step ran."""
         self._span = profile.span
@@ -117,7 +139,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of model and cache; a GPU's memory goes back to the system. Nothing can run afterwards."""
-        del self.model, self.kv_cache, self.sampler, self._graphs, self._last_token_ids
+        del self.model, self.kv_cache, self.sampler, self._graphs, self._mixed, self._last_token_ids
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -152,13 +174,17 @@ class ModelRunner:
             if drawn is not None:
                 return drawn
             self._graphs.forget()
+        mixed = self._mixed if self._mixed is not None and self._mixed.suits(plan) else None
         with self._span("build and upload"):
-            batch = self.batches.build(plan)
+            batch = (mixed or self.batches).build(plan)
             if len(batch.unknown):
                 known_by_now = self._last_token_ids.index_select(0, batch.unknown_rows)
                 batch.input_ids.index_copy_(0, batch.unknown, known_by_now)
         with self._span("model"):
-            hidden = self.model(batch.input_ids, batch.positions, self.kv_cache.layers, batch.metadata)
+            if mixed is not None:
+                hidden = mixed.replay(batch)
+            else:
+                hidden = self.model(batch.input_ids, batch.positions, self.kv_cache.layers, batch.metadata)
         self._collect_prompt_logprobs(plan, hidden)
         if not plan.sampled:
             return NOTHING_DRAWN

@@ -29,8 +29,6 @@ _ROUNDINGS, _LEAST = 3, 4e-6
 
 logger = logging.getLogger("octavo")
 
-Found = Callable[[], Tensor | None]
-
 
 @dataclass(frozen=True)
 class Fused:
@@ -80,12 +78,15 @@ def fuse(model: nn.Module) -> Fused:
         kind = _kind(module)
         if kind is None:
             continue
-        reason = "has a forward of somebody else's" if "forward" in module.__dict__ else None
-        if reason is None and kind == "rotary":
-            angles = _angles(model, module) if angles is None else angles
-            reason = angles if isinstance(angles, str) else _tried(known, module, kind, angles)
-        elif reason is None:
-            reason = _tried(known, module, kind, ())
+        weight = next(module.parameters(), None)
+        if "forward" in module.__dict__:
+            reason: str | None = "has a forward of somebody else's"
+        elif weight is None or weight.device.type == "meta" or weight.dtype not in DTYPES:
+            reason = "has no weights here in float32, float16 or bfloat16"
+        else:
+            if kind == "rotary" and angles is None:
+                angles = _angles(model, weight)
+            reason = _tried(known, module, kind, weight, angles)
         if reason is None:
             own: Any = type(module)
             module.__class__ = fused_class(own, kind)
@@ -135,13 +136,14 @@ def _kind(module: nn.Module) -> str | None:
     return next((name for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
 
 
-def _tried(known: dict[Any, str | None], module: nn.Module, kind: str, angles: Any) -> str | None:
+def _tried(
+    known: dict[Any, str | None], module: nn.Module, kind: str, weight: Tensor, angles: Any
+) -> str | None:
     """Why our forward does not do for a module; None when it does. One of each sort is tried."""
-    weight = next(module.parameters(), None)
-    if weight is None or weight.device.type == "meta" or weight.dtype not in DTYPES:
-        return "has no weights here in float32, float16 or bfloat16"
-    facts = getattr(module, kind) if kind in _EPSILONS else 0.0, weight.shape if kind in _EPSILONS else None
-    sort = (type(module), kind, weight.dtype, weight.device, facts)
+    if kind == "rotary" and isinstance(angles, str):
+        return angles
+    says = [(name, x) for name, x in vars(module).items() if isinstance(x, bool | int | float | str)]
+    sort = (type(module), kind, weight.dtype, weight.device, weight.shape, *says)
     if sort not in known:
         known[sort] = _try(module, kind, angles, weight)
     return known[sort]
@@ -221,9 +223,8 @@ def _rotated(
         yield from zip(ours, theirs(q, k, cos, sin), strict=True)
 
 
-def _angles(model: nn.Module, attention: nn.Module) -> list[tuple[Tensor, Tensor]] | str:
-    """Cosines and sines (1, T, D) of every kind that the model has; or why they are not known."""
-    weight = next(attention.parameters())
+def _angles(model: nn.Module, weight: Tensor) -> list[tuple[Tensor, Tensor]] | str:
+    """Cosines and sines (1, T, D), like `weight`, of every kind that the model has; or why not."""
     found = []
     for rotary in model.modules():
         if not any(name.endswith("inv_freq") for name in rotary._buffers):

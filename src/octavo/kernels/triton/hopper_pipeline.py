@@ -115,6 +115,18 @@ def _find_sequence(cu_seqlens_q, batch, tile):
 
 
 @gluon.jit
+def _count_tiles(cu_seqlens_q, batch):
+    """Where the tiles of the last sequence that has rows end: those behind it only pad the batch."""
+    num_rows = gl.load(cu_seqlens_q + batch)
+    num_tiles = num_rows // BLOCK_M
+    for start in range(0, batch, 128):
+        b = start + gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        begin = gl.load(cu_seqlens_q + b, mask=b < batch, other=0)
+        num_tiles += gl.sum(((b < batch) & (begin < num_rows)).to(gl.int32), 0)
+    return num_tiles
+
+
+@gluon.jit
 def _copy_tile(ring, count, desc, rows, column):
     """Into the next slot, box by box: the rows where they start are a tuple."""
     BOX: gl.constexpr = desc.block_type.shape[0]
@@ -127,7 +139,7 @@ def _copy_tile(ring, count, desc, rows, column):
 @gluon.jit
 def _produce(
     plan, q_desc, k_desc, v_desc, cu_seqlens_q, cu_seqlens_k, block_table, counter,
-    batch, num_tiles, table_stride, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_COLUMNS: gl.constexpr,
+    batch, table_stride, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_COLUMNS: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = plan.k.slots.shape[1]
@@ -135,6 +147,7 @@ def _produce(
     count = 0
     num_q = 0
     sent = 0
+    num_tiles = _count_tiles(cu_seqlens_q, batch)
     work = gl.atomic_add(counter, 1, sem="relaxed")
     while work < num_tiles * NUM_HEADS:
         # Long tiles first, and heads of a group one after the other: they read the same keys.
@@ -379,12 +392,12 @@ def _store(plan, acc, high, total, out, lse, head, row, q_start, q_len, lse_stri
 
 @direct
 @gluon.jit(
-    do_not_specialize=["batch", "num_tiles", "left", "right", "table_stride", "lse_stride"],
+    do_not_specialize=["batch", "left", "right", "table_stride", "lse_stride"],
     do_not_specialize_on_alignment=["lse", "cu_seqlens_q", "cu_seqlens_k", "block_table", "counter"],
 )
 def attend(
     q_desc, k_desc, v_desc, out, lse, cu_seqlens_q, cu_seqlens_k, block_table, counter,
-    batch, num_tiles, left, right, scale, cap, table_stride, lse_stride, out_row, out_head,
+    batch, left, right, scale, cap, table_stride, lse_stride, out_row, out_head,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_COLUMNS: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr,
@@ -406,7 +419,7 @@ def attend(
             (_consume, (plan, 1, out, lse, lse_stride, out_row, out_head)),
             (_produce, (
                 plan, q_desc, k_desc, v_desc, cu_seqlens_q, cu_seqlens_k, block_table, counter,
-                batch, num_tiles, table_stride, NUM_HEADS, GROUP, HEAD_COLUMNS, BLOCK_ROWS, BLOCK_SIZE, KEYS,
+                batch, table_stride, NUM_HEADS, GROUP, HEAD_COLUMNS, BLOCK_ROWS, BLOCK_SIZE, KEYS,
             )),
         ],
         worker_num_warps=[4, 1],

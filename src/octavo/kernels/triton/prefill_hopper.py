@@ -153,11 +153,11 @@ def prefill_attention(
     scale, cap = softmax_scale * math.log2(math.e), 0.0
     if softcap > 0:
         scale, cap = 2 * scale / softcap, softcap * math.log2(math.e)
-    num_tiles = num_rows // pipeline.BLOCK_M.value + batch  # at least, whatever the lengths
-    pipeline.attend[(min(num_tiles * num_heads, num_processors(q.device)),)](
+    most_tiles = num_rows // pipeline.BLOCK_M.value + batch
+    pipeline.attend[(min(most_tiles * num_heads, num_processors(q.device)),)](
         _as_matrix(q, 64), _as_matrix(k, box_rows), _as_matrix(v, box_rows), out, lse,
         cu_seqlens_q, cu_seqlens_k, block_table, torch.zeros(1, dtype=torch.int32, device=q.device),
-        batch, num_tiles, min(left, FAR), min(right, FAR), scale, cap,
+        batch, min(left, FAR), min(right, FAR), scale, cap,
         block_table.stride(0), 0 if lse is None else lse.stride(0), out.stride(0), out.stride(1),
         NUM_HEADS=num_heads, GROUP=num_heads // k.shape[-2], HEAD_DIM=head_dim,
         HEAD_COLUMNS=(q.stride(1), k.stride(-2), v.stride(-2)),
