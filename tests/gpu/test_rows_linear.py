@@ -1,4 +1,4 @@
-"""Products of 5 to 64 rows on a Hopper GPU: values beside torch's, repeated, and in a chain in a graph."""
+"""Products of 5 to 32 rows on a Hopper GPU: values beside torch's, repeated, and in a chain in a graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from octavo.kernels import PackedWeight, linear, linear_onto, norm_linear, pack_weight
 
 BF16 = torch.bfloat16
-ROWS = [5, 8, 13, 16, 17, 32, 33, 64]
+ROWS = [5, 8, 13, 16, 17, 32]
 # Layers of Qwen3-0.6B and 8B, SmolLM2, and sizes that are no multiple of anything but 8.
 SHAPES = [(4096, 1024), (1024, 3072), (576, 576), (4096, 12288), (37, 72), (2049, 1000)]
 
@@ -66,7 +66,7 @@ def test_norm_and_gate(rows: int, shape: tuple[int, int], gated: bool, has_resid
     assert_within_budget(found, formula(torch.float64), formula(BF16))
 
 
-@pytest.mark.parametrize("rows", [5, 16, 32, 64])
+@pytest.mark.parametrize("rows", [5, 16, 32])
 def test_a_chain_in_a_graph_reads_what_was_written_just_before(rows: int) -> None:
     """Each product has its weights under way before the one in front ends: only those."""
     hidden, inner, layers = 1024, 3072, 24

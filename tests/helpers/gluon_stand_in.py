@@ -1,6 +1,7 @@
 """Gluon, which is not interpreted, as far as a kernel without shared memory needs it: Triton without layouts.
 
-`interpreted(module)` is the module of a Gluon kernel once more, for Triton's interpreter.
+`interpreted(module)` is the module of a Gluon kernel once more, for Triton's interpreter: in float32 only,
+since NumPy, which that computes with, has no bfloat16.
 """
 
 from __future__ import annotations

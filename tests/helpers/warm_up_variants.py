@@ -45,6 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 1024},
     "Qwen3-8B": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "logits_dtype": torch.bfloat16},
     "SmolLM2": {"num_heads": 9, "num_kv_heads": 3, "hidden_size": 576, "block_size": 64, "qk_norm": False},
+    "biased": {"num_heads": 14, "num_kv_heads": 2, "hidden_size": 896, "qkv_bias": True, "qk_norm": False},
+    "large": {"num_heads": 16, "num_kv_heads": 8, "hidden_size": 2048, "intermediate_size": 6144},
     "no groups": {"num_heads": 12, "num_kv_heads": 12},
     "windows": {"window_sizes": ((-1, -1), (1023, 0)), "softcap": 30.0, "sinks": True},
     "scales": {"cache_dtype": torch.int8, "scales": "token", "num_heads": 8, "num_kv_heads": 1},
@@ -132,8 +134,8 @@ def everything(model: ModelShape) -> None:
     for rows in around_powers(model.max_num_seqs):
         _sample(model, rows)
     if not model.batch_invariant:
-        for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65):
-            if rows <= min(model.max_num_seqs, model.max_num_batched_tokens):
+        for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64):
+            if rows <= model.max_num_batched_tokens:
                 _layer(model, rows)
     if model.max_num_seqs > 257 and model.max_num_batched_tokens >= 2048:
         sweep = gpu_checks.Sweep(model)
@@ -207,13 +209,15 @@ def _layer(model: ModelShape, rows: int) -> None:
         return replace(pack_weight(torch.zeros(width, depth, dtype=model.dtype), "dense"), at_rest=True)
 
     attended_rows = torch.zeros(rows, attended, dtype=model.dtype)
+    bias = torch.zeros(fused, dtype=model.dtype) if model.qkv_bias else None
     residual: torch.Tensor | None = None
     for _ in range(2):
-        _, residual = norm_linear(x, residual, norm, 1e-6, weight(fused, hidden))
+        _, residual = norm_linear(x, residual, norm, 1e-6, weight(fused, hidden), bias)
         x, residual = linear_onto(attended_rows, residual, weight(hidden, attended))
         y, residual = norm_linear(x, residual, norm, 1e-6, weight(2 * inner, hidden), gated=True)
         x, residual = linear_onto(y, residual, weight(hidden, inner))
-    linear(x, weight(model.vocab_size, hidden))
+    if rows <= model.max_num_seqs:
+        linear(x, weight(model.vocab_size, hidden))
 
 
 def main(arch: int, names: list[str]) -> dict[str, Any]:

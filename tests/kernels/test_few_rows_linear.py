@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from octavo.errors import KernelArgumentError
 from octavo.kernels import backend, linear, norm_linear, pack_weight
-from octavo.kernels.linear import FEW_ROWS
+from octavo.kernels.few_rows import FEW_ROWS
 
 pytestmark = pytest.mark.rooms("triton", "reference")
 

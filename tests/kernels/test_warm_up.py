@@ -45,9 +45,9 @@ def test_a_gpu_past_the_last_one_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_sizes_are_the_powers_of_two_and_the_largest() -> None:
-    assert module._powers(10) == [1, 2, 4, 8, 10]
-    assert module._powers(8) == [1, 2, 4, 8]
-    assert module._powers(1) == [1]
+    assert module.powers(10) == [1, 2, 4, 8, 10]
+    assert module.powers(8) == [1, 2, 4, 8]
+    assert module.powers(1) == [1]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,20 @@ def test_batches_are_the_smallest_of_each_class(num_seqs: int, num_tokens: int, 
 @pytest.mark.parametrize(
     ("arch", "models"),
     [
-        (90, ["Qwen3-0.6B", "Qwen3-8B", "SmolLM2", "windows", "invariant", "one sequence", "few tokens"]),
+        (
+            90,
+            [
+                "Qwen3-0.6B",
+                "Qwen3-8B",
+                "SmolLM2",
+                "biased",
+                "large",
+                "windows",
+                "invariant",
+                "one sequence",
+                "few tokens",
+            ],
+        ),
         (80, ["Qwen3-0.6B", "no groups", "scales", "float32"]),
         (90, ["bytes", "bytes of one scale", "shared bytes"]),
         (90, ["shared", "shared scales", "shared by few", "shared in few tokens", "shared by none"]),

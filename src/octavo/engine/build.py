@@ -206,6 +206,7 @@ def _compile_kernels(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpe
         logits_dtype=loaded.dtype,
         logprobs=False,  # those the sampler gives come from torch
         shared_prefixes=sharing is not None,
+        qkv_bias=model.attention_bias,
     )
     if made:
         num_compiled = sum(not one.from_disk for one in made)

@@ -4,7 +4,7 @@
 form           a weight is stored as                        for
 =============  ===========================================  ==============================================
 ``dense``      the (N, K) tensor as it came                 any dtype and device; torch's own `linear`, and on
-                                                            a GPU kernels of ours for up to MANY_ROWS rows
+                                                            a GPU kernels of ours for few rows (`few_rows.py`)
 ``invariant``  likewise, contiguous                         GPUs: a row has the same bits in every batch
 ``float32``    panels of float32                            the CPU: exact, the same bits in every batch
 ``float16``    panels of float16                            the CPU: half the bytes, lossless in practice
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.errors import UnsupportedKernelConfig, nearest
-from octavo.kernels import backend, checks
+from octavo.kernels import backend, checks, few_rows
 from octavo.kernels.activation import silu_and_mul
 from octavo.kernels.argument_types import names_wrong_types
 from octavo.kernels.cpu import host
@@ -42,11 +42,6 @@ from octavo.kernels.norm import rms_norm
 
 Form = Literal["dense", "invariant", "float32", "float16", "int8"]
 
-FEW_ROWS = 4  # up to which a GPU's time for a product is that of reading the weight, and ours to save
-_MOST_NUMBERS = 1 << 16  # of x that the kernel for few rows takes
-MANY_ROWS = 64  # up to which Hopper has a kernel of ours that takes norm and gate along
-MOST_COLUMNS = 1 << 15  # for that one: a head is large enough for a library
-_DEEPEST = 1 << 14
 GROUP = 64  # weights along K that share one scale in the int8 form
 _INT8_MAX = 127
 _FLOAT16_MAX = 65504.0
@@ -156,12 +151,9 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """
     columns, depth = w.shape
     if w.form == "dense":
-        if not _suits(x, w):
+        if not few_rows.suits(x, w):
             return functional.linear(x, w.data, bias)
-        _check_dense("linear", x, w, bias)
-        few_rows_linear = _few_rows_kernel(x)
-        out: Tensor = few_rows_linear(x.contiguous(), w.data, bias, None, None, 0.0, False, w.at_rest)[0]
-        return out
+        return few_rows.product("linear", x, w, bias)[0]
     if w.form == "invariant":
         checks.exactly(
             "linear", "x", x, (x.shape[0] if x.dim() else 0, depth), w.data.device, (w.data.dtype,)
@@ -206,16 +198,9 @@ def linear_onto(
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong.
     """
-    if residual is None or residual.requires_grad or not _suits_many_rows(x, w):
+    if residual is None or residual.requires_grad or not few_rows.suits_many_rows(x, w):
         return linear(x, w, bias), residual
-    name = "linear_onto"
-    _check_dense(name, x, w, bias)
-    checks.exactly(name, "residual", residual, (x.shape[0], w.shape[0]), x.device, (x.dtype,))
-    kernel = _few_rows_kernel(x)
-    total: Tensor = kernel(x.contiguous(), w.data, bias, residual.contiguous(), None, 0.0, False, w.at_rest)[
-        0
-    ]
-    return total, None
+    return few_rows.product("linear_onto", x, w, bias, residual)[0], None
 
 
 @names_wrong_types
@@ -248,80 +233,17 @@ def norm_linear(
     name = "norm_linear"
     if gated and w.shape[0] % 2:
         raise checks.wrong(name, "the rows of w", "an even number where gated", w.shape[0])
-    suits = _suits_many_rows(x, w, has_norm=True) or (residual is not None and _suits_few_rows(x, w))
+    suits = few_rows.suits_many_rows(x, w, has_norm=True)
+    suits = suits or (residual is not None and few_rows.suits_few_rows(x, w))
     if not suits or norm_weight.dtype != x.dtype or (residual is not None and residual.requires_grad):
         if residual is None:
             normed, new_residual = rms_norm(x, norm_weight, eps), x
         else:
             normed, new_residual = rms_norm(x, norm_weight, eps, residual=residual)
-        out = linear(normed, w, bias)
-        return (silu_and_mul(out) if gated else out), new_residual
-    _check_dense(name, x, w, bias)
-    if residual is not None:
-        checks.exactly(name, "residual", residual, tuple(x.shape), x.device, (x.dtype,))
-        residual = residual.contiguous()
-    checks.exactly(name, "norm_weight", norm_weight, (x.shape[1],), x.device, (x.dtype,))
-    if not 0.0 <= eps <= checks.FLOAT32_MAX:
-        raise checks.wrong(name, "eps", "0 or positive", eps)
-    out, new_residual = _few_rows_kernel(x)(
-        x.contiguous(), w.data, bias, residual, norm_weight, eps, gated, w.at_rest
-    )
-    return out, (x if new_residual is None else new_residual)
-
-
-def _suits(x: Tensor, w: PackedWeight) -> bool:
-    return _suits_few_rows(x, w) or _suits_many_rows(x, w)
-
-
-def _suits_few_rows(x: Tensor, w: PackedWeight) -> bool:
-    """Whether Triton's kernel for few rows takes it. It is for GPUs; on a CPU only where Triton is forced.
-
-    It has no gradients, and code for every part of K: a deep weight would take long to compile.
-    """
-    return (
-        w.form == "dense"
-        and x.dim() == 2
-        and 0 < x.shape[0] <= FEW_ROWS
-        and 0 < x.numel() <= _MOST_NUMBERS
-        and (not x.is_cpu or backend.forced() == "triton")
-        and not x.requires_grad
-        and w.data.is_contiguous()
-        and backend.implementation_of("few_rows_linear", x.device.type, x.dtype) == "triton"
-    )
-
-
-def _suits_many_rows(x: Tensor, w: PackedWeight, *, has_norm: bool = False) -> bool:
-    """Whether the kernel for more than a few rows takes it. It has no gradients, either."""
-    return (
-        w.form == "dense"
-        and x.dim() == 2
-        and FEW_ROWS < x.shape[0] <= MANY_ROWS
-        and w.shape[0] <= MOST_COLUMNS
-        and w.shape[1] <= _DEEPEST
-        and not x.is_cpu
-        and not x.requires_grad
-        and w.data.is_contiguous()
-        and backend.implementation_of("few_rows_linear", x.device.type, x.dtype) == "triton"
-        and _does_many_rows(x.device, x.dtype, w.shape[1], has_norm)
-    )
-
-
-@functools.cache
-def _does_many_rows(device: torch.device, dtype: torch.dtype, depth: int, has_norm: bool) -> bool:
-    from octavo.kernels.triton import few_rows_linear
-
-    return few_rows_linear.unfit_for_many_rows(device, dtype, depth, has_norm=has_norm) is None
-
-
-def _few_rows_kernel(x: Tensor) -> backend.Kernel:
-    return backend.select("few_rows_linear", x.device.type, x.dtype)
-
-
-def _check_dense(name: str, x: Tensor, w: PackedWeight, bias: Tensor | None) -> None:
-    columns, depth = w.shape
-    checks.exactly(name, "x", x, (x.shape[0], depth), w.data.device, (w.data.dtype,))
-    if bias is not None:
-        checks.exactly(name, "bias", bias, (columns,), w.data.device, (w.data.dtype,))
+        product = linear(normed, w, bias)
+        return (silu_and_mul(product) if gated else product), new_residual
+    out, summed = few_rows.product(name, x, w, bias, residual, norm_weight, eps, gated=gated)
+    return out, (x if summed is None else summed)
 
 
 @names_wrong_types

@@ -229,11 +229,14 @@ def _invariant_linear(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
 
 
 def _few_rows_linear(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:
-    """Alone; and with norm, gate and bias."""
-    x, weight = draw(3, 72), draw(74, 72, seed=1) * 0.125
-    plain, _ = kernel(x[:1], weight, None, None, None, 0.0, False, False)
-    norm_weight, bias = draw(72, seed=3), draw(74, seed=2)
-    return [plain, *kernel(x, weight, bias, x, norm_weight, 1e-5, True, False)]  # x + x is exact
+    """Alone; and with norm, gate and bias; a few rows, and more, for which Hopper has another kernel."""
+    weight, norm_weight, bias = draw(74, 72, seed=1) * 0.125, draw(72, seed=3), draw(74, seed=2)
+    written: list[Tensor] = []
+    for alone, rows in ((1, 3), (5, 13)):
+        x = draw(rows, 72)
+        written.append(kernel(x[:alone], weight, None, None, None, 0.0, False, False)[0])
+        written += kernel(x, weight, bias, x, norm_weight, 1e-5, True, False)  # x + x is exact
+    return written
 
 
 def _grouped(kernel: Callable[..., Any], draw: Draw) -> list[Tensor]:

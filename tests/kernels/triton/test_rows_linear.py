@@ -1,4 +1,4 @@
-"""The kernel for 5 to 64 rows without a Hopper: its arithmetic, interpreted, and what it is asked to do.
+"""The kernel for 5 to 32 rows without a Hopper: its arithmetic, interpreted, and what it is asked to do.
 
 tests/kernels/triton/test_compiled.py looks at its instructions, tests/gpu at its results on a GPU.
 """
@@ -12,11 +12,20 @@ import torch
 from helpers.gluon_stand_in import interpreted
 from torch import Tensor
 
-from octavo.kernels import backend, linear, linear_onto, norm_linear, pack_weight, rms_norm, silu_and_mul
+from octavo.kernels import (
+    backend,
+    few_rows,
+    linear,
+    linear_onto,
+    norm_linear,
+    pack_weight,
+    rms_norm,
+    silu_and_mul,
+)
 from octavo.kernels.reference.few_rows_linear import few_rows_linear as reference
 from octavo.kernels.triton import rows_linear
 
-ROWS = [5, 8, 13, 16, 33, 64]
+ROWS = [5, 8, 13, 16, 17, 32]
 PLAIN, FRONT, NORM, BEHIND = "plain", "residual and norm", "norm", "residual behind"
 # Width, depth, BLOCK_N, BLOCK_K, AHEAD, warps: whole blocks and what is left of one, all ahead or not.
 SHAPES = [
@@ -109,16 +118,52 @@ def test_rows_do_not_meet(kernel: SimpleNamespace, kind: str) -> None:
 
 
 def test_classes_of_rows() -> None:
-    assert [rows_linear.rows_class(n) for n in (5, 8, 9, 16, 17, 32, 33, 64)] == [
-        8,
-        8,
-        16,
-        16,
-        32,
-        32,
-        64,
-        64,
-    ]
+    assert [rows_linear.rows_class(n) for n in (5, 8, 9, 16, 17, 32)] == [8, 8, 16, 16, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "most"),
+    [
+        (2 * 3072, 1024, 32),
+        (2048, 4096, 32),
+        (2049, 4096, 8),
+        (2 * 12288, 4096, 8),
+        (32768, 64, 32),
+        (32769, 64, 0),
+        (64, 16385, 0),
+        (0, 64, 0),
+    ],
+)
+def test_up_to_how_many_rows_it_is_asked(width: int, depth: int, most: int) -> None:
+    assert few_rows.most_rows(width, depth) == most
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "depth", "gated", "expected"),
+    [
+        (5, 4096, 1024, False, (32, 256, 4, 8)),
+        (8, 1024, 2048, False, (16, 512, 4, 16)),
+        (8, 3072, 1024, True, (32, 256, 2, 8)),
+        (8, 1024, 3072, False, (16, 512, 4, 16)),
+        (16, 4096, 1024, False, (32, 256, 2, 8)),
+        (9, 1024, 2048, False, (16, 256, 8, 8)),
+        (16, 1024, 3072, False, (16, 512, 4, 16)),
+        (17, 1024, 2048, False, (16, 1024, 3, 16)),
+        (32, 3072, 1024, True, (32, 256, 2, 8)),
+        (8, 6144, 4096, False, (32, 256, 4, 8)),
+        (8, 4096, 4096, False, (32, 512, 3, 8)),
+        (8, 12288, 4096, True, (32, 256, 3, 8)),
+        (8, 4096, 12288, False, (32, 512, 3, 8)),
+    ],
+)
+def test_launch_parameters_of_layers(
+    rows: int, width: int, depth: int, gated: bool, expected: tuple[int, ...]
+) -> None:
+    """As they were measured best in the layers of Qwen3-0.6B and Qwen3-8B, or next to it."""
+    x = torch.empty(rows, depth, dtype=torch.bfloat16, device="meta")
+    _, found = rows_linear.launch_class(x, width, gated)
+    names = ("BLOCK_N", "BLOCK_K", "AHEAD", "num_warps")
+    assert tuple(found[name] for name in names) == expected
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.few_rows import FEW_ROWS
 from octavo.kernels.known_calls import KnownCalls
 from octavo.kernels.triton import launch, tuning
 from octavo.kernels.triton.tuning import Parameters
 
-FEW_ROWS = 4
-"""Above, tensor cores take part: `rows_linear.py`, where it can."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEW_COLUMNS = 2048
 """Columns up to which a program takes one of them, so that there are programs for a whole GPU."""
@@ -117,7 +116,7 @@ def supports(x_dtype: torch.dtype) -> str | None:
 def unfit_for_many_rows(
     device: torch.device, dtype: torch.dtype, depth: int, *, has_norm: bool
 ) -> str | None:
-    """Why it does not take more than FEW_ROWS rows, up to 64; None when it does."""
+    """Why more than FEW_ROWS rows are not for tensor cores, in `rows_linear.py`; None when they are."""
     module = _rows_linear()
     if isinstance(module, str):
         return module
@@ -172,7 +171,9 @@ def _prepare(
     """The function for calls of this signature."""
     num_rows = x.shape[0]
     width = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    if num_rows > FEW_ROWS:
+    has_norm = norm_weight is not None
+    fits = unfit_for_many_rows(x.device, x.dtype, x.shape[1], has_norm=has_norm) is None
+    if num_rows > FEW_ROWS and fits:
         rows_linear = _rows_linear()
         name, key_and_default = "rows_linear", rows_linear.launch_class(x, width, is_gated)
         make = rows_linear.prepare
@@ -181,7 +182,7 @@ def _prepare(
         make = _prepare_few
     parameters = parameters or tuning.parameters(name, x.device, *key_and_default)
     launched = make(x, weight, bias, residual, norm_weight, eps, is_gated, at_rest, parameters)
-    is_in_front = residual is not None and norm_weight is not None
+    is_in_front = residual is not None and has_norm
 
     def call(
         x: Tensor,
@@ -210,6 +211,7 @@ def _prepare_few(
     at_rest: bool,
     parameters: Parameters,
 ) -> launch.Prepared:
+    assert (residual is None) == (norm_weight is None)
     num_rows, depth = x.shape
     width = weight.shape[0] // 2 if is_gated else weight.shape[0]
     return launch.Prepared(

@@ -1,4 +1,4 @@
-"""A linear layer for 5 to 64 rows in Gluon: from memory into tensor cores, and norm and gate along.
+"""A linear layer for 5 to 32 rows in Gluon: from memory into tensor cores, and norm and gate along.
 
 What `few_rows_linear.py` says of a few rows holds here, too: reading the weight is what takes time. The warps
 of a program share out K, every warp has all its rows and columns, and nobody reads what another reads: so
@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.kernels.few_rows import is_large
 from octavo.kernels.triton import is_interpreted, launch
 from octavo.kernels.triton.launch import direct
 from octavo.kernels.triton.tuning import Parameters
@@ -181,19 +182,30 @@ def _unfit_device(device: torch.device) -> str | None:
 def launch_class(x: Tensor, width: int, is_gated: bool) -> tuple[str, Parameters]:
     """The class of a call in the table of tuned launch parameters, and those that are right on any GPU."""
     rows, depth = rows_class(x.shape[0]), x.shape[1]
-    size = "few" if width <= _FEW_COLUMNS else "many"
+    large = is_large(width * (1 + is_gated), depth)
+    # As many programs as a GPU has processors, or more; the fewer there are, the more is under way in each.
+    size = "few" if width <= _FEW_COLUMNS else "some" if large and width <= 2 * _FEW_COLUMNS else "many"
     key = f"M{rows} K{depth} {size} columns {x.element_size()} bytes{' gated' if is_gated else ''}"
-    # Enough programs for a GPU; 64 KB of the weight under way in each, or as much as there are registers for.
-    if size == "few":
-        ahead = 4 if rows <= 32 else 2
-        return key, {"BLOCK_N": 16, "BLOCK_K": 512, "AHEAD": ahead, "num_warps": 16, "PDL": 1}
-    ahead = 4 if rows <= 32 and depth <= 1024 else 2
-    block_n = 16 if is_gated else 32
-    return key, {"BLOCK_N": block_n, "BLOCK_K": 256, "AHEAD": ahead, "num_warps": 8, "PDL": 1}
+    block_n, block_k, ahead, num_warps = 32, 256, 2, 8
+    if size == "few" and rows == 32:
+        block_n, block_k, ahead, num_warps = 16, 1024, 3, 16
+    elif size == "few" and rows == 16 and depth <= 2048:
+        block_n, ahead = 16, 8
+    elif size == "few":
+        block_n, block_k, ahead, num_warps = 16, 512, 4, 16
+    elif size == "some" and not is_gated:
+        block_k, ahead = 512, 3
+    elif is_gated and large:
+        ahead = 3
+    elif rows == 8 and not is_gated:
+        ahead = 4
+    return key, {
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "AHEAD": ahead, "num_warps": num_warps, "PDL": 1
+    }  # fmt: skip
 
 
 def rows_class(num_rows: int) -> int:
-    """8, 16, 32 or 64: the rows that are computed, of which the last ones may be for nothing."""
+    """8, 16 or 32: the rows that are computed, of which the last ones may be for nothing."""
     return max(8, launch.block_for(num_rows))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.linear import MOST_COLUMNS
+from octavo.kernels.few_rows import FEW_ROWS, most_rows
 from octavo.kernels.triton import (
     activation,
     few_rows_linear,
@@ -142,7 +142,7 @@ def _few_rows(case: Case, parameters: Parameters) -> Sequence[Call]:
     x = torch.randn(rows, depth, dtype=_BF16, device=device)
     num_rows = 2 * width if gated else width
     residual = x if gated else None
-    if rows > few_rows_linear.FEW_ROWS:
+    if rows > FEW_ROWS:
         residual = None if gated else torch.randn(rows, width, dtype=_BF16, device=device)
     norm_weight = torch.ones(depth, dtype=_BF16, device=device) if gated else None
 
@@ -198,9 +198,9 @@ def _few_rows_cases() -> list[Case]:
 
 def _rows_cases() -> list[Case]:
     cases: list[Case] = []
-    for product, rows in itertools.product(_PRODUCTS, (8, 16, 32, 64)):
+    for product, rows in itertools.product(_PRODUCTS, (8, 16, 32)):
         width, depth, gated = product
-        if width <= MOST_COLUMNS:
+        if rows <= most_rows(width * (1 + gated), depth):
             x = torch.empty(rows, depth, dtype=_BF16, device="meta")
             key, default = rows_linear.launch_class(x, width, gated)
             shape = {"rows": rows, "product": product}
@@ -213,7 +213,8 @@ TUNING = (
         name="rows_linear",
         space=[
             {"BLOCK_N": columns, "BLOCK_K": 32 * warps * atoms, "AHEAD": ahead, "num_warps": warps, "PDL": 1}
-            for columns, warps, atoms, ahead in itertools.product((16, 32), (8, 16), (1, 2), (2, 4))
+            for columns, warps, atoms, ahead in itertools.product((16, 32), (8, 16), (1, 2), (2, 3, 4, 8))
+            if columns * atoms * ahead <= 32 * 2 * 3  # more does not fit into the registers
         ],
         cases=_rows_cases(),
         run=_few_rows,

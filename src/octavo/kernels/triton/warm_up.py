@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +13,17 @@ from torch import Tensor
 
 from octavo.errors import shown
 from octavo.kernels import checks
-from octavo.kernels.triton import SHORT, hashing_of_triton, is_interpreted, unfit_reason, warm_up_shared
+from octavo.kernels.triton import (
+    SHORT,
+    hashing_of_triton,
+    is_interpreted,
+    unfit_reason,
+    warm_up_products,
+    warm_up_shared,
+)
 from octavo.kernels.triton.monitor import watch
 
 if TYPE_CHECKING:
-    from octavo.kernels.linear import PackedWeight
     from octavo.kernels.triton.monitor import Made
 
 Job = Callable[[], object]
@@ -53,6 +59,7 @@ def warm_up(
     logits_dtype: torch.dtype = torch.float32,
     logprobs: bool = True,
     shared_prefixes: bool = False,
+    qkv_bias: bool = False,
 ) -> list[Made]:
     """Launch every kernel that a model of these dimensions uses, in all its variants, on tensors of its own.
 
@@ -72,13 +79,14 @@ def warm_up(
         scales: of a quantised cache: "none", "tensor" (one float each for K and V) or "token" (per token and
             head).
         batch_invariant: as in `flash_attn_varlen_func`.
-        hidden_size: for rms_norm and the layers' products (without a bias).
+        hidden_size: for rms_norm and the layers' products; only that of q, k and v may have a bias.
         intermediate_size: for silu_and_mul and the products of the MLP.
         vocab_size, logits_dtype: for sample, with all of top_k, top_p and min_p and with none (a subset is a
             kernel of its own), and without log probabilities in float32, too. None leaves that kernel out, as
             with the two sizes above.
         logprobs: whether sample is asked for log probabilities, too.
         shared_prefixes: decode steps read common keys once, in layers without a window.
+        qkv_bias: whether the products for q, k and v have a bias.
 
     Returns:
         What had to be compiled or loaded from disk, for the log.
@@ -96,7 +104,7 @@ def warm_up(
         max_num_seqs, max_num_batched_tokens, max_model_len,
         head_dim if rotary_dim is None else rotary_dim, interleaved, qk_norm, tuple(window_sizes), softcap,
         sinks, alibi, scales, batch_invariant, hidden_size, intermediate_size, vocab_size, logits_dtype,
-        logprobs, shared_prefixes,
+        logprobs, shared_prefixes, qkv_bias,
     )  # fmt: skip
     hashing_of_triton().join()  # each thread would do it anew
     with watch() as made, torch.inference_mode():
@@ -152,17 +160,18 @@ class ModelShape:
     logits_dtype: torch.dtype
     logprobs: bool = True
     shared_prefixes: bool = False
+    qkv_bias: bool = False
 
     def token_counts(self) -> list[int]:
         """Every power of two, and the largest step."""
-        return _powers(self.max_num_batched_tokens)
+        return powers(self.max_num_batched_tokens)
 
     def batch_sizes(self) -> list[int]:
         """The smallest batch of every class that decode is compiled for."""
         from octavo.kernels.triton.decode_plan import sequences_at_once
 
         most = min(self.max_num_seqs, self.max_num_batched_tokens)
-        sizes = sorted({size + more for size in _powers(most) for more in (0, 1) if size + more <= most})
+        sizes = sorted({size + more for size in powers(most) for more in (0, 1) if size + more <= most})
         first: dict[tuple[int, bool], int] = {}
         for size in sizes:
             at_once = sequences_at_once(size)
@@ -208,7 +217,7 @@ class ModelShape:
         }
 
 
-def _powers(largest: int) -> list[int]:
+def powers(largest: int) -> list[int]:
     """1, 2, 4, ... and `largest` itself."""
     return sorted({largest, *(1 << i for i in range(largest.bit_length()))})
 
@@ -237,7 +246,7 @@ def _rounds(model: ModelShape) -> Iterator[list[Job]]:
         *warm_up_shared.parts(model),
         functools.partial(_write, model),
         functools.partial(_small, model),
-        *_products(model),
+        *warm_up_products.jobs(model),
     ]
     yield [
         *(job for window in model.window_sizes for job in _all_attention(model, window)),
@@ -279,7 +288,7 @@ def _all_attention(model: ModelShape, window: tuple[int, int]) -> Iterator[Job]:
         most = min(longest, model.max_num_batched_tokens - batch + 1)
         calls = [
             ([length, *[1] * (batch - 1)], bound_k)
-            for length in sorted({SHORT + 1, *_powers(longest), most})
+            for length in sorted({SHORT + 1, *powers(longest), most})
             if SHORT < length <= most
             for bound_k in (length, model.max_model_len)
         ]
@@ -346,89 +355,6 @@ def _small(model: ModelShape) -> None:
             silu_and_mul(
                 torch.zeros((num_tokens, 2 * model.intermediate_size), dtype=model.dtype, device=model.device)
             )
-
-
-def _products(model: ModelShape) -> Iterator[Job]:
-    """Those that a decoder's layers and head have for few rows, each depth and kind by itself."""
-    from octavo.kernels.linear import FEW_ROWS
-    from octavo.kernels.triton.few_rows_linear import FEW_COLUMNS
-
-    if model.hidden_size is None or model.batch_invariant:
-        return
-    hidden, attended = model.hidden_size, model.num_heads * model.head_dim
-    fused = attended + 2 * model.num_kv_heads * model.head_dim
-    kinds: dict[tuple[int, int, bool, bool], None] = {}  # width, depth, norm, gate
-
-    def add(width: int, depth: int, *, has_norm: bool = False, gated: bool = False) -> None:
-        kinds[min(width, FEW_COLUMNS + 1), depth, has_norm, gated] = None
-
-    add(fused, hidden)
-    add(fused, hidden, has_norm=True)
-    add(hidden, attended)
-    if model.intermediate_size is not None:
-        add(model.intermediate_size, hidden, has_norm=True, gated=True)
-        add(hidden, model.intermediate_size)
-    if model.vocab_size is not None:
-        add(model.vocab_size, hidden)
-    for rows in _powers(min(FEW_ROWS, model.max_num_seqs, model.max_num_batched_tokens)):
-        for kind in kinds:
-            yield functools.partial(_product, model, rows, *kind)
-    yield from _products_of_many(model, fused, attended)
-
-
-def _products_of_many(model: ModelShape, fused: int, attended: int) -> Iterator[Job]:
-    """The same for more rows, where residuals are added behind the products in front of a norm."""
-    from octavo.kernels.linear import FEW_ROWS, MANY_ROWS, MOST_COLUMNS
-
-    assert model.hidden_size is not None
-    hidden, inner = model.hidden_size, model.intermediate_size
-    most = min(MANY_ROWS, model.max_num_seqs, model.max_num_batched_tokens)
-    for rows in sorted({min(size, most) for size in (8, 16, 32, 64)}):
-        if rows <= FEW_ROWS:
-            continue
-        yield functools.partial(_product, model, rows, fused, hidden, True, False, has_residual=False)
-        if inner is None:
-            yield functools.partial(_product, model, rows, fused, hidden, True, False)
-        else:
-            yield functools.partial(_product, model, rows, inner, hidden, True, True, has_residual=False)
-            yield functools.partial(_product_onto, model, rows, hidden, inner)
-        yield functools.partial(_product_onto, model, rows, hidden, attended)
-        if model.vocab_size is not None and model.vocab_size <= MOST_COLUMNS:
-            yield functools.partial(_product, model, rows, model.vocab_size, hidden, False, False)
-
-
-def _product(
-    model: ModelShape,
-    rows: int,
-    width: int,
-    depth: int,
-    has_norm: bool,
-    gated: bool,
-    *,
-    has_residual: bool = True,
-) -> None:
-    from octavo.kernels import linear, norm_linear
-
-    x = torch.zeros((rows, depth), dtype=model.dtype, device=model.device)
-    weight = _weight(model, 2 * width if gated else width, depth)
-    if has_norm:
-        norm_linear(x, x if has_residual else None, torch.ones_like(x[0]), 1e-6, weight, gated=gated)
-    else:
-        linear(x, weight)
-
-
-def _product_onto(model: ModelShape, rows: int, width: int, depth: int) -> None:
-    from octavo.kernels import linear_onto
-
-    x, residual = (torch.zeros((rows, n), dtype=model.dtype, device=model.device) for n in (depth, width))
-    linear_onto(x, residual, _weight(model, width, depth))
-
-
-def _weight(model: ModelShape, width: int, depth: int) -> PackedWeight:
-    from octavo.kernels import pack_weight
-
-    zeros = torch.zeros((width, depth), dtype=model.dtype, device=model.device)
-    return replace(pack_weight(zeros, "dense"), at_rest=True)
 
 
 def _sample(
