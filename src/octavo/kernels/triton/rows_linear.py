@@ -187,7 +187,7 @@ def launch_class(x: Tensor, width: int, is_gated: bool) -> tuple[str, Parameters
     size = "few" if width <= _FEW_COLUMNS else "some" if large and width <= 2 * _FEW_COLUMNS else "many"
     key = f"M{rows} K{depth} {size} columns {x.element_size()} bytes{' gated' if is_gated else ''}"
     block_n, block_k, ahead, num_warps = 32, 256, 2, 8
-    if size == "few" and rows == 32:
+    if size == "few" and rows == 32 and depth % 1024 == 0:  # what is left of a block spills registers there
         block_n, block_k, ahead, num_warps = 16, 1024, 3, 16
     elif size == "few" and rows == 16 and depth <= 2048:
         block_n, ahead = 16, 8
