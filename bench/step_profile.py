@@ -57,6 +57,7 @@ MODULES = {
     "linear": "products",
     "few_rows_linear": "products",
     "grouped_linear": "products",
+    "rows_linear": "products",
 }
 OTHER_PRODUCTS = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|split_?k", re.IGNORECASE)
 HEAD = "head"

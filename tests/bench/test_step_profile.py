@@ -77,6 +77,7 @@ def test_every_kernel_that_a_step_has_is_of_a_family(program):
         "_find_shared_prefixes": "decode attention", "_norm": "norms",
         "_rotate_and_write": "rotate and write", "_silu_and_mul": "silu and mul", "_gather": "sampling",
         "_choose": "sampling", "_few_rows_linear": "products", "_grouped_linear": "products",
+        "rows_linear": "products",
     }  # fmt: skip
     assert {name: program.family_of(name) for name in expected} == expected
     ours = {

@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "SmolLM2": {"num_heads": 9, "num_kv_heads": 3, "hidden_size": 576, "block_size": 64, "qk_norm": False},
     "biased": {"num_heads": 14, "num_kv_heads": 2, "hidden_size": 896, "qkv_bias": True, "qk_norm": False},
     "large": {"num_heads": 16, "num_kv_heads": 8, "hidden_size": 2048, "intermediate_size": 6144},
+    "wide": {"num_heads": 72, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 1024},
     "no groups": {"num_heads": 12, "num_kv_heads": 12},
     "windows": {"window_sizes": ((-1, -1), (1023, 0)), "softcap": 30.0, "sinks": True},
     "scales": {"cache_dtype": torch.int8, "scales": "token", "num_heads": 8, "num_kv_heads": 1},

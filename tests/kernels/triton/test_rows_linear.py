@@ -139,6 +139,30 @@ def test_up_to_how_many_rows_it_is_asked(width: int, depth: int, most: int) -> N
 
 
 @pytest.mark.parametrize(
+    ("rows", "shape", "expected"),
+    [
+        (4, (1024, 1024), False),
+        (5, (1024, 1024), True),
+        (32, (1024, 1024), True),
+        (33, (1024, 1024), False),
+        (8, (6144, 4096), True),
+        (9, (6144, 4096), False),
+    ],
+)
+def test_other_calls_are_left_to_the_library(
+    monkeypatch: pytest.MonkeyPatch, rows: int, shape: tuple[int, int], expected: bool
+) -> None:
+    def ask(dtype: torch.dtype) -> bool:
+        return few_rows.is_for_many_rows(rows, shape, torch.device("cuda", 0), dtype, has_norm=True)
+
+    few_rows._does_many_rows.cache_clear()
+    monkeypatch.setattr(rows_linear, "_unfit_device", lambda device: None)
+    found = ask(torch.bfloat16), ask(torch.float16)
+    few_rows._does_many_rows.cache_clear()
+    assert found == (expected, False)
+
+
+@pytest.mark.parametrize(
     ("rows", "width", "depth", "gated", "expected"),
     [
         (5, 4096, 1024, False, (32, 256, 4, 8)),
