@@ -12,12 +12,10 @@ from octavo.errors import ConfigError
 
 def test_a_device_that_was_left_open_is_filled_in() -> None:
     config = EngineConfig(model="m", kv_cache_dtype="fp8", dtype="float32")
-    filled: dict[str, Any] = {"device": "cuda", "overlap": True, "cascade_attention": True}
-    filled["max_num_batched_tokens"] = 16384
+    filled: dict[str, Any] = {"device": "cuda", "overlap": True, "max_num_batched_tokens": 16384}
     assert config.on_device("cuda") == config.replace(**filled)
     config = EngineConfig(model="m", quantization="int8", num_threads=2)
-    filled = {"device": "cpu", "overlap": False, "cascade_attention": False}
-    filled["max_num_batched_tokens"] = 512
+    filled = {"device": "cpu", "overlap": False, "max_num_batched_tokens": 512}
     assert config.on_device("cpu") == config.replace(**filled)
     assert config.replace(max_num_batched_tokens=7).on_device("cpu").max_num_batched_tokens == 7
 
@@ -45,7 +43,7 @@ def test_overlap_is_as_one_says(device: str, overlap: bool) -> None:
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("asked", [None, False, True])
-def test_common_keys_are_read_once_where_that_can_work_and_as_one_says(
+def test_common_keys_are_read_once_is_refused_where_it_cannot_be_and_else_left_as_it_was_said(
     device: str, enforce_eager: bool, deterministic: bool, asked: bool | None
 ) -> None:
     options: dict[str, Any] = {"enforce_eager": enforce_eager, "deterministic": deterministic}
@@ -55,13 +53,15 @@ def test_common_keys_are_read_once_where_that_can_work_and_as_one_says(
             EngineConfig(model="m", cascade_attention=asked, **options).on_device(device)
         return
     config = EngineConfig(model="m", cascade_attention=asked, **options).on_device(device)
-    assert config.cascade_attention is (can and asked is not False)
+    assert config.cascade_attention is asked
     assert config.on_device(device) == config
 
 
-@pytest.mark.parametrize("overlap", [True, False, None])
-def test_one_step_after_the_other_shares_common_keys_too(overlap: bool | None) -> None:
-    assert EngineConfig(model="m", overlap=overlap).on_device("cuda").cascade_attention is True
+def test_a_config_that_was_filled_in_takes_other_options() -> None:
+    config = EngineConfig(model="m").on_device("cuda")
+    assert config.replace(enforce_eager=True).on_device("cuda").enforce_eager
+    assert config.replace(deterministic=True).on_device("cuda").deterministic
+    assert not config.on_device("cpu").uses_graphs
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -5,12 +5,8 @@ The names below are resolved when first used, so that ``import octavo`` and ``oc
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -91,28 +87,12 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    with _not_garbage():
+    if home != "octavo.llm":
         return getattr(importlib.import_module(home), name)
+    from octavo.collector import no_collections
 
-
-@contextmanager
-def _not_garbage() -> Iterator[None]:
-    """Imports without the garbage collector, and keeps it from them for good, if torch is still to come.
-
-    It would look at all of torch's objects again and again while more of them come, and at times when a model
-    loads and runs. What was garbage before is thrown away first, so that nobody's memory is kept along.
-    """
-    if not gc.isenabled() or "torch" in sys.modules:
-        yield
-        return
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if "torch" in sys.modules:
-            gc.freeze()
-        gc.enable()
+    with no_collections():  # torch comes with it
+        return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -209,16 +209,12 @@ class EngineConfig:
                 "device='cpu'"
             )
         overlap = device != "cpu" if self.overlap is None else self.overlap
-        cascade = self.cascade_attention
-        if cascade is None:
-            cascade = device != "cpu" and not (self.enforce_eager or self.deterministic)
         on_device = (
             DEFAULT_MAX_NUM_BATCHED_TOKENS if device == "cpu" else DEFAULT_MAX_NUM_BATCHED_TOKENS_ON_GPU
         )
         return self.replace(
             device=device,
             overlap=overlap,
-            cascade_attention=cascade,
             max_num_batched_tokens=self.max_num_batched_tokens or on_device,
         )
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from octavo.cache.sizing import parse_memory, parse_share
+from octavo.collector import no_collections
 from octavo.config import EngineConfig
 from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
@@ -57,6 +58,15 @@ class LLM:
         *,
         progress: Callable[[str, int, int], None] | None = None,
         **options: Any,
+    ) -> None:
+        with no_collections():
+            self._load(model, progress, options)
+
+    def _load(
+        self,
+        model: str | os.PathLike[str],
+        progress: Callable[[str, int, int], None] | None,
+        options: dict[str, Any],
     ) -> None:
         began = time.perf_counter()
         config = EngineConfig.from_options(model, **options)

@@ -142,7 +142,7 @@ def test_memory_is_kept_free_for_graphs_only_where_there_are_some(monkeypatch: p
     def num_blocks(*, is_compiled: bool, **options: Any) -> int:
         monkeypatch.setattr(build, "_is_compiled", lambda *_: is_compiled)
         options = {"max_model_len": 10**6, "max_num_seqs": 8, "max_num_batched_tokens": 128} | options
-        config = EngineConfig(model="m", device="cuda", overlap=False, **options)
+        config = EngineConfig(model="m", device="cuda", overlap=False, cascade_attention=False, **options)
         return build._num_blocks(config, loaded, spec)
 
     without = num_blocks(is_compiled=True, enforce_eager=True)
@@ -280,7 +280,7 @@ def test_what_excludes_it_leaves_no_trace_of_it(
     play_a_gpu(monkeypatch)
     sizes = {"num_blocks": 24, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 32}
     engine = build.build_engine(EngineConfig(model="m", **(sizes | {option: True})), loaded, None)
-    assert engine.config.cascade_attention is False
+    assert engine.config.cascade_attention is None
     assert given == ([False] if option == "enforce_eager" else [False, (None, False)])
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -23,7 +23,7 @@ from octavo.engine.build import build_engine
 from octavo.engine.core import Engine
 from octavo.engine.request import Request
 from octavo.engine.sampler import Sampler
-from octavo.engine.shared_prefixes import Sharing, parts_bytes, shared_bucket_sizes, sharing_for
+from octavo.engine.shared_prefixes import Sharing, parts_bytes, sharing_for
 from octavo.kernels import shared_prefixes
 from octavo.kernels.shared_prefixes import SharedPrefixes
 from octavo.models.registry import LoadedModel, load_model
@@ -294,11 +294,11 @@ def test_when_a_cache_may_be_shared() -> None:
 def test_an_octet_reads_its_keys_once_for_each_tile_of_the_kernel(
     group: int, head_dim: int, dtype: str, cache_dtype: str
 ) -> None:
-    decode = pytest.importorskip("octavo.kernels.triton.decode")
+    decode_parameters = pytest.importorskip("octavo.kernels.triton.decode_parameters")
     spec = KVCacheSpec(num_layers=1, num_kv_heads=2, head_dim=head_dim, dtype=cache_dtype)
     q = torch.empty((20, 2 * group, head_dim), dtype=getattr(torch, dtype))
     k = torch.empty((1, 16, 2, head_dim), dtype=storage_dtype(spec))
-    tile = decode._block_m(q, k, 8)
+    tile = decode_parameters.query_rows({"q": q, "k": k, "GROUP": group, "HEAD_DIM": head_dim}, 8)
     sharing = sharing_for(spec, "dense", 2 * group, q.dtype)
     assert sharing is not None
     spared = [max(0, num - -(-num * group // tile)) for num in (8, 8, 4)]
@@ -315,15 +315,6 @@ def test_when_any_step_could_be_worth_it() -> None:
     wide = Sharing(10, 4, 8, 1000, group=16, rows_at_once=64)
     assert wide.can_pay(9, 17)  # two tiles of rows: six rows less of 170 bytes
     assert not wide.can_pay(9, 16)
-
-
-@pytest.mark.parametrize(
-    ("most", "sizes"),
-    [(1, []), (7, []), (8, [8]), (20, [8, 16, 20]), (256, [8, 16, 32, 64, 128, 256])],
-)
-def test_buckets(most: int, sizes: list[int]) -> None:
-    assert shared_bucket_sizes(most) == sizes
-    assert set(sizes) <= set(graph.bucket_sizes(most))
 
 
 TABLE = np.array(

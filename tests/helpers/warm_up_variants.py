@@ -22,7 +22,7 @@ import torch
 from helpers.no_gpu import NoGpu
 from triton.runtime.jit import JITFunction
 
-from octavo.engine.shared_prefixes import shared_bucket_sizes
+from octavo.engine.graph import bucket_sizes
 from octavo.kernels import (
     PackedWeight,
     flash_attn_varlen_func,
@@ -33,7 +33,7 @@ from octavo.kernels import (
     pack_weight,
 )
 from octavo.kernels import sample as sample_kernel
-from octavo.kernels.shared_prefixes import attend_shared, find_shared_prefixes
+from octavo.kernels.shared_prefixes import OCTET, attend_shared, find_shared_prefixes
 from octavo.kernels.triton import warm_up
 from octavo.kernels.triton.warm_up import ModelShape
 
@@ -130,8 +130,9 @@ def everything(model: ModelShape) -> None:
         warm_up._write(model)
         warm_up._small(model)
     if model.shared_prefixes:
-        for batch in shared_bucket_sizes(min(model.max_num_seqs, model.max_num_batched_tokens)):
-            _attend_shared(model, batch)
+        for batch in bucket_sizes(min(model.max_num_seqs, model.max_num_batched_tokens)):
+            if batch >= OCTET:
+                _attend_shared(model, batch)
     for rows in around_powers(model.max_num_seqs):
         _sample(model, rows)
     if not model.batch_invariant:

@@ -109,6 +109,10 @@ def test_on_the_kernels_of_every_room(room, launches):
         torch.testing.assert_close(logits(model, **inputs), exact, rtol=1e-4, atol=1e-4)
         alone = logits(model, **padded(prompts(5, 3)[:1]))  # the strides of both, in half as many rows
         torch.testing.assert_close(alone, exact[:5], rtol=1e-4, atol=1e-4)
+        model.model.norm.variance_epsilon = 0.5
+        got = logits(model, **inputs)
+    unfuse(model)
+    torch.testing.assert_close(got, logits(model, **inputs), rtol=1e-4, atol=1e-4)
 
 
 def test_continuous_batching(launches):

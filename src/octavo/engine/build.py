@@ -48,7 +48,6 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     Raises CapacityError when not one block fits, or a step has no room beside it.
     """
     may_shrink = config.max_num_batched_tokens is None
-    must_share = bool(config.cascade_attention)
     config = _resolve(config, loaded)
     assert config.max_model_len is not None
     spec = kv_cache_spec(loaded.config, dtype=config.kv_cache_dtype, block_size=config.block_size)
@@ -96,6 +95,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer
     logger.info("first steps in %.1f s", time.perf_counter() - began)
     longest = min(config.max_model_len, num_blocks * config.block_size)
     sharing, why_not = _sharing(config, loaded, spec, longest)
+    must_share = bool(config.cascade_attention)
     if must_share and sharing is None:
         logger.warning("cascade_attention has no effect: %s", why_not)
     if _has_graphs(config, loaded, spec):
@@ -132,7 +132,7 @@ def _sharing(
 ) -> tuple[Sharing | None, str]:
     """When decode steps read common keys once for several sequences of up to `longest` tokens; None = never,
     and why."""
-    if not config.cascade_attention:
+    if config.cascade_attention is False or config.deterministic:
         return None, "it is off"
     num_rows = _num_rows(config)
     if not _has_graphs(config, loaded, spec):

@@ -11,9 +11,9 @@ rows were given, and, when other sequences run than in the step before, which ro
     positions      17   203    64   | 0              counted on by the graph itself
     seeds, temperature, ...                          what each entry's token is drawn with
 
-Some buckets have one more graph, for steps whose sequences begin alike (`shared_prefixes.py`); such steps of
-other buckets are padded further. It is captured with filters alone: a row without any is drawn the same. Its
-entries stand in an order of their own.
+Buckets of an octet and more have one more graph, for steps whose sequences begin alike
+(`shared_prefixes.py`). It is captured with filters alone: a row without any is drawn the same. Its entries
+stand in an order of their own.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from octavo.engine.request import Sequence
 from octavo.engine.sampler import NO_TOKEN, PendingSample, SamplerOutput
 from octavo.engine.sampling_plan import kernel_row
 from octavo.engine.schedule import Schedule
-from octavo.engine.shared_prefixes import Sharing, shared_bucket_sizes
+from octavo.engine.shared_prefixes import Sharing
 from octavo.kernels import sampling
 from octavo.kernels.decode_rows import finish_decode, prepare_decode
-from octavo.kernels.shared_prefixes import find_shared_prefixes
+from octavo.kernels.shared_prefixes import OCTET, find_shared_prefixes
 from octavo.layers.attention_metadata import AttentionMetadata
 from octavo.models.registry import CausalLM
 from octavo.sampling_params import SamplingParams
@@ -162,7 +162,7 @@ class DecodeGraphs:
         self._longest = min(max_model_len, num_columns * self._block_size)
         self.bucket_sizes = bucket_sizes(num_rows)
         can_share = sharing is not None and sharing.can_pay(num_rows, self._longest)
-        self.shared_bucket_sizes = shared_bucket_sizes(num_rows) if can_share else []
+        self.shared_bucket_sizes = [size for size in self.bucket_sizes if size >= OCTET] if can_share else []
         #: The replay of each form, and its result.
         self._graphs: dict[Form, tuple[Callable[[], object], Tensor]] = {}
 

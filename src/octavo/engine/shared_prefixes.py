@@ -141,10 +141,3 @@ def parts_bytes(num_rows: int, num_heads: int, head_dim: int) -> int:
     """What attention of such a step holds that an ordinary step does not: for each of so many rows two
     results in float32 and their LSEs."""
     return 2 * num_rows * num_heads * (head_dim + 1) * 4
-
-
-def shared_bucket_sizes(most: int) -> list[int]:
-    """Numbers of rows that such steps are captured for: powers of two from an octet on, and the most."""
-    if most < OCTET:
-        return []
-    return sorted({most, *(1 << i for i in range(OCTET.bit_length() - 1, most.bit_length()))})

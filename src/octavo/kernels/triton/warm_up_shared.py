@@ -36,7 +36,7 @@ def steps(model: ModelShape) -> Iterator[Job]:
 
 
 def _batches(model: ModelShape) -> list[int]:
-    """Powers of two from an octet on, and the largest: what an engine has graphs for."""
+    """Powers of two from an octet on, and the largest: the classes of what an engine has graphs for."""
     most = min(model.max_num_seqs, model.max_num_batched_tokens)
     if not model.shared_prefixes or model.batch_invariant or most < SHORT:
         return []
