@@ -89,7 +89,7 @@ class Profile(NamedTuple):
 def our_kernels() -> dict[str, str]:
     """The family of each kernel in Octavo's room for Triton, by its name."""
     found = {}
-    begin = re.compile(r"^@triton\.jit.*?^def (\w+)\(", re.MULTILINE | re.DOTALL)
+    begin = re.compile(r"^@(?:triton|gluon)\.jit.*?^def (\w+)\(", re.MULTILINE | re.DOTALL)
     for path in sorted(Path(triton_room.__file__).parent.glob("*.py")):
         family = next((MODULES[name] for name in MODULES if path.stem.startswith(name)), "rest")
         found |= dict.fromkeys(begin.findall(path.read_text(encoding="utf-8")), family)
