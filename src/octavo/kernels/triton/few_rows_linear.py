@@ -171,9 +171,8 @@ def _prepare(
     """The function for calls of this signature."""
     num_rows = x.shape[0]
     width = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    has_norm = norm_weight is not None
-    fits = unfit_for_many_rows(x.device, x.dtype, x.shape[1], has_norm=has_norm) is None
-    if num_rows > FEW_ROWS and fits:
+    depth, has_norm = x.shape[1], norm_weight is not None
+    if num_rows > FEW_ROWS and unfit_for_many_rows(x.device, x.dtype, depth, has_norm=has_norm) is None:
         rows_linear = _rows_linear()
         name, key_and_default = "rows_linear", rows_linear.launch_class(x, width, is_gated)
         make = rows_linear.prepare
