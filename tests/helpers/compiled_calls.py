@@ -208,6 +208,8 @@ ALL: dict[str, Call] = SOME | {
         *MANY, heads=(4, 2), head_dim=80, cache_dtype=INT8, window_size=(100, 0)
     ),
     "decode 4/2/64 fp8 softcap": attend(*MANY, heads=(4, 2), head_dim=64, cache_dtype=FP8, softcap=30.0),
+    "decode 32/8/120": attend(*MANY, heads=(32, 8), head_dim=120),
+    "decode 32/8/120 fp8": attend(*MANY, heads=(32, 8), head_dim=120, cache_dtype=FP8),
     "decode 16/8/128 fp8 q4": attend([4] * 8, [8192] * 8, cache_dtype=FP8),
     "decode 4/2/80 options": attend(*MANY, heads=(4, 2), head_dim=80, window_size=(100, 0), softcap=30.0),
     "decode 16/8/128 invariant": attend(*MANY, batch_invariant=True),

@@ -337,6 +337,23 @@ def test_norm_and_activation_name_what_is_wrong(call, message: str) -> None:
         ({"k": torch.ones(2, 1, 8).half()}, "k.dtype must be torch.float32 like q"),
         ({"interleaved": "no"}, "interleaved must be True or False, got 'no'"),
         ({"out": (torch.ones(2, 2, 8),) * 2}, "out[1] must be of shape (2, 1, 8), got shape (2, 2, 8)"),
+        ({"out": ()}, "out must be a pair of tensors, for q and for k, got 0 of them"),
+        ({"out": (torch.ones(2, 2, 8),)}, "out must be a pair of tensors, for q and for k, got 1 of them"),
+        ({"out": (torch.ones(2, 2, 8), *(torch.ones(2, 1, 8),) * 2)}, "for q and for k, got 3 of them"),
+        (
+            {"k": torch.ones(2, 2, 8), "out": torch.ones(2, 2, 2, 8)},
+            "out must be None or a pair of tensors, got a Tensor",
+        ),
+        ({"out": 5}, "out must be a value of type"),
+        ({"out": (torch.ones(2, 2, 8), None)}, "out must be a value of type"),
+        (
+            {"out": (torch.ones(2, 8).expand(2, 2, 8), torch.ones(2, 1, 8))},
+            "out[0] must be a tensor whose elements have a place each, got strides (0, 8, 1)",
+        ),
+        (
+            {"out": (torch.ones(2, 2, 8), torch.ones(8).expand(2, 1, 8))},
+            "out[1] must be a tensor whose elements have a place each, got strides (0, 8, 1)",
+        ),
     ],
 )
 def test_rotary_names_what_is_wrong_and_turns_nothing(changes: dict, message: str) -> None:

@@ -24,7 +24,7 @@ def apply_rotary(
     interleaved: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Turn the first ``rotary_dim`` channels of every head of q and k by their token's angles, in place.
+    """Turn the first ``rotary_dim`` channels of every head by their token's angles, in place or into `out`.
 
     Channel pairs (a, b) become (a cos - b sin, b cos + a sin). Which channels make a pair::
 
@@ -33,22 +33,23 @@ def apply_rotary(
 
     Args:
         q: (T, num_heads, head_dim), k: (T, num_kv_heads, head_dim), of one dtype; any strides with a
-            contiguous last dimension (slices of a fused qkv are fine). Changed in place; channels from
-            rotary_dim on are left alone.
+            contiguous last dimension (slices of a fused qkv are fine). Without `out` changed in place, but
+            for the channels from rotary_dim on; with it not changed.
         cos_sin_cache: (max_position, rotary_dim) float32; a row is rotary_dim / 2 cosines, then as many
             sines.
         positions: (T,) int64, each from 0 to max_position - 1.
-        out: None, or tensors like q and k, in other memory, which get the results: all their channels are
-            written, and q and k stay as they are. Strides may differ, the last dimension is contiguous.
+        out: None, or two tensors like q and k, which get the results in all their channels. Strides may
+            differ, the last dimension is contiguous. Their memory must not overlap that of another argument,
+            or each other's: that is not checked.
 
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong, or (on the CPU) a position has no row.
     """
-    tensors = (q, k, cos_sin_cache, positions, *(out or (None, None)))
-    call = _known.get(tensors, interleaved)
+    tensors = (q, k, cos_sin_cache, positions, *((None, None) if out is None else out))
+    call = _known.get(tensors, interleaved, type(out))
     if call is None:
         call = _checked(q, k, cos_sin_cache, positions, interleaved, out)
-        _known.keep(call, tensors, interleaved)
+        _known.keep(call, tensors, interleaved, type(out))
     call(q, k, cos_sin_cache, positions, interleaved, out)
 
 
@@ -64,8 +65,15 @@ def _checked(
     name = "apply_rotary"
     check_rotary(name, q, k, cos_sin_cache, positions, interleaved)
     if out is not None:
+        if not isinstance(out, tuple | list):
+            raise checks.wrong(name, "out", "None or a pair of tensors", f"a {type(out).__name__}")
+        if len(out) != 2:
+            raise checks.wrong(name, "out", "a pair of tensors, for q and for k", f"{len(out)} of them")
         for argument, x, like in (("out[0]", out[0], q), ("out[1]", out[1], k)):
             checks.exactly(name, argument, x, tuple(like.shape), q.device, (q.dtype,))
+            if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+                expected = "a tensor whose elements have a place each"
+                raise checks.wrong(name, argument, expected, f"strides {x.stride()}")
     kernel = backend.select(name, "cpu" if q.is_cpu else q.device.type, q.dtype)
     return prepared(kernel, q, k, cos_sin_cache, positions, interleaved, out)
 

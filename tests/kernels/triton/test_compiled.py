@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,7 @@ SHARED = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
 # faster: the Hopper kernel gives 240 to the 64 rows of a group of warps, the other prefill kernel 128 so that
 # two programs share a multiprocessor.
 SPILLS_IN_LOOPS = {
+    (90, "decode 32/8/120 fp8"): 3,
     (90, "prefill 16/8/128"): 37,
     (90, "prefill 16/8/128 packed"): 35,
     (90, "prefill 32/8/128 block 64"): 35,
@@ -163,7 +165,7 @@ def test_over_one_byte_the_matrix_unit_multiplies_no_empty_rows(arch: int, compi
         for call, result in compiled.items()
         if re.match("decode .*(fp8|int8)", call) and "softcap" not in call and "error" not in result
     }
-    assert len(calls) == {90: 9, 89: 4}.get(arch, 2)
+    assert len(calls) == {90: 10, 89: 4}.get(arch, 2)
     for call, decode in kernels_of(calls, "_decode"):
         assert (call, decode["num_warps"], count(decode, "HMMA")) == (call, 2, 32)
         assert count(decode, r"HMMA\.16816") == 32
@@ -171,11 +173,14 @@ def test_over_one_byte_the_matrix_unit_multiplies_no_empty_rows(arch: int, compi
 
 def test_over_one_byte_programs_run_side_by_side(everything: dict[int, Compiled]) -> None:
     """As many as the defaults have for a multiprocessor: 64 K registers, 228 KB, of which each takes one."""
+    looked_at = Counter[int]()
     for call, decode in kernels_of(everything[90], "_decode"):
         if re.match("decode .*(fp8|int8)", call) and "softcap" not in call:
             programs = 4 if re.search("one scale|block 64", call) else 5
             assert programs * decode["registers"] * 64 <= 65536, call
             assert programs * (decode["shared"] + 1024) <= 228 * 1024, call
+            looked_at[programs] += 1
+    assert looked_at == {4: 5, 5: 5}
 
 
 def test_options_over_one_byte_take_the_form_that_knows_them(everything: dict[int, Compiled]) -> None:
@@ -211,6 +216,14 @@ def test_keys_and_values_are_fetched_ahead(compiled: Compiled) -> None:
     assert_no_kernel_is(
         compiled, lambda one: count(one, "LDGSTS|UTMALDG") == 0, "_decode", "_prefill", "attend"
     )
+
+
+def test_heads_that_begin_at_multiples_of_eight_are_fetched_ahead(everything: dict[int, Compiled]) -> None:
+    """8 or 16 bytes at a time, and no number of keys or values by itself."""
+    for call, copy in (("decode 32/8/120", r"LDGSTS\S*128"), ("decode 32/8/120 fp8", r"LDGSTS\S*64")):
+        ((_, decode),) = kernels_of({call: everything[90][call]}, "_decode")
+        assert count(decode, copy) >= 48
+        assert (count(decode, r"LDG\S*U8"), count(decode, r"LDG\S*U16")) == (0, 16)  # those are queries
 
 
 def test_hopper_has_a_kernel_of_its_own(everything: dict[int, Compiled]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.attention_cases import Case, Inputs, assert_within_ratio, attend_one, attention, prepare
 
-from octavo.kernels.triton import decode
+from octavo.kernels.triton import decode, decode_parameters
 from octavo.kernels.triton.decode_tuning import TUNING
 from octavo.kernels.triton.launch import Prepared
 from octavo.kernels.triton.tuning import Parameters
@@ -67,6 +68,8 @@ CASES = [
     Case((1, 1), (70, 33), cache_dtype=FP8, scales="token", heads=(8, 1), head_dim=128),
     Case((1, 2), (70, 9), cache_dtype=FP8, scales="token", head_dim=80),
     Case((1, 2), (70, 9), cache_dtype=FP8, scales="token", interleaved=True),
+    # Beside a prompt a sequence of this kernel has up to eight tokens: here two items of four each.
+    Case((8, 12, 1), (70, 40, 33), cache_dtype=FP8, scales="token"),
 ]
 
 
@@ -249,6 +252,29 @@ def test_odd_places_of_either_cache_take_the_other_form(name: str, asked: list, 
     inputs.check()
     assert chosen == [0]
     assert asked[0][0] == "M16 G2 D64 bf16 fp8 bs16"
+
+
+def facts_of_a_call(k: Any) -> dict[str, Any]:
+    return {
+        "q": torch.empty(1, 4, 128, dtype=torch.bfloat16), "k": k, "GROUP": 2, "HEAD_DIM": 128,
+        "BLOCK_SIZE": 16, "softcap": None, "alibi_slopes": None,
+        **{f"{of}_stride_block": 4096 for of in ("k", "v")},
+        **{f"{of}_stride_slot": 256 for of in ("k", "v")},
+        **{f"{of}_scale_stride_slot": 2 for of in ("k", "v")},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["k", "v", "k_scale", "v_scale"])
+def test_places_in_a_block_fit_32_bits(name: str) -> None:
+    facts = facts_of_a_call(torch.empty(1, dtype=FP8))
+    for stride, fits in ((2**27 - 16, True), (2**27, False)):
+        assert decode_parameters._goes_by_key(facts | {f"{name}_stride_slot": stride}, 1) is fits
+
+
+def test_gpus_without_its_instruction_take_the_other_form() -> None:
+    for device, is_served in (("cuda", True), ("xpu", False)):
+        k = SimpleNamespace(dtype=FP8, device=SimpleNamespace(type=device), element_size=lambda: 1)
+        assert decode_parameters._goes_by_key(facts_of_a_call(k), 1) is is_served
 
 
 def test_keys_in_one_run_take_the_other_form(asked: list, chosen: list[int]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +18,17 @@ from octavo.kernels.known_calls import prepared
 from octavo.kernels.rotary import check_rotary
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ATTRIBUTE = "octavo_angles"
 _Seen = tuple[tuple[int, ...], tuple[int, ...]]
 
 # What was worked out for tensors laid out in one way: the steps of a request have the same again and again.
 _calls: dict[tuple[Any, ...], _Call | None] = {}
+_UNKNOWN: Any = object()
+
+# By the id of the cosines, while they live. An attribute of theirs would travel where they are saved.
+_kept: dict[int, Angles] = {}
+
+ASKING = threading.local()
+"""`layer`: the id of the module whose queries and keys are turned now."""
 
 
 class Rotate:
@@ -43,13 +52,15 @@ class Rotate:
 
 
 class Angles:
-    """Cosines and sines as the kernel takes them. It rides along with the cosines, from layer to layer."""
+    """Cosines and sines as the kernel takes them: made in a forward's first layer, kept for the others."""
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor, state: tuple[Any, ...]) -> None:
         half = cos.shape[-1] // 2
         self.table = torch.cat((cos[..., :half], sin[..., :half]), -1).float().flatten(0, -2)
+        self.cos = weakref.ref(cos, functools.partial(_drop, _kept, id(cos)))
         self.sin = sin
-        self.versions = _versions(cos, sin)
+        self.state = state
+        self.layers: set[int | None] = set()
         self._positions: dict[int, Tensor] = {}
 
     def positions(self, batch: int) -> Tensor:
@@ -61,8 +72,34 @@ class Angles:
         return found
 
 
-def _versions(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(0 if x.is_inference() else x._version for x in tensors)
+def _drop(kept: dict[int, Angles], key: int, _: object) -> None:
+    kept.pop(key, None)
+
+
+def _angles_of(cos: Tensor, sin: Tensor) -> Angles:
+    """Those kept, where they are still right.
+
+    Writing into a tensor changes its version, but that of an inference tensor, and a graph that was captured
+    writes without a word. There, a layer that asks again is in another forward, for which they are made anew.
+    """
+    is_capturing, layer = _is_capturing(cos), getattr(ASKING, "layer", None)
+    is_tracked = not (is_capturing or cos.is_inference() or sin.is_inference())
+    state = (is_capturing, cos._version, sin._version) if is_tracked else (is_capturing,)
+    kept = _kept.get(id(cos))
+    if (
+        kept is None
+        or kept.cos() is not cos
+        or kept.sin is not sin
+        or kept.state != state
+        or (layer in kept.layers and not is_tracked)
+    ):
+        kept = _kept[id(cos)] = Angles(cos, sin, state)
+    kept.layers.add(layer)
+    return kept
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -73,24 +110,17 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
         cos.shape, cos.dtype, cos.device, sin.shape, sin.dtype, known_calls.num_forgotten,
     )  # fmt: skip
-    if like in _calls:
-        call = _calls[like]
-        if call is None:
-            return None
-    else:
-        call = None
-        if not _is_fit(q, k, cos, sin):
-            keep(_calls, like, None)
-            return None
-    angles: Angles | None = getattr(cos, _ATTRIBUTE, None)
-    if angles is None or angles.sin is not sin or angles.versions != _versions(cos, sin):
-        angles = Angles(cos, sin)
-        setattr(cos, _ATTRIBUTE, angles)
-    table, positions = angles.table, angles.positions(q.shape[0])
+    call = _calls.get(like, _UNKNOWN)
+    if call is _UNKNOWN and not _is_fit(q, k, cos, sin):
+        call = keep(_calls, like, None)
     if call is None:
-        call = _Call(q, k, table, positions)
-        keep(_calls, like, call)
-    return call(q, k, table, positions)
+        return None
+    angles = _angles_of(cos, sin)
+    table, positions = angles.table, angles.positions(q.shape[0])
+    if call is _UNKNOWN:
+        call = keep(_calls, like, _Call(q, k, table, positions))
+    turned: tuple[Tensor, Tensor] = call(q, k, table, positions)
+    return turned
 
 
 def _is_fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError, shown
 from octavo.integrations.transformers.angles import DTYPES, rotated
 from octavo.integrations.transformers.fused import (
-    SILU,
     fused_class,
     is_fused,
+    is_silu,
     own_class,
     rotary_of,
 )
 
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _EPSILONS = ("variance_epsilon", "eps")
+_HEAD_DIMS = ("head_dim", "head_size")
 # What our kernel may differ by: it rounds once where a model's operators round two or three times.
 _ROUNDINGS, _LEAST = 3, 4e-6
+_SCALES = (1.0, 30.0, 300.0)  # some clamp what is large
 
 logger = logging.getLogger("octavo")
 
@@ -70,7 +72,6 @@ def fuse(model: nn.Module) -> Fused:
     counts: Counter[str] = Counter()
     left_alone: Counter[str] = Counter()
     known: dict[Any, str | None] = {}
-    angles: list[tuple[Tensor, Tensor]] | str | None = None
     for module in list(model.modules()):
         if is_fused(module):
             counts[_what(type(module).octavo_kind)] += 1  # type: ignore[attr-defined]
@@ -79,14 +80,12 @@ def fuse(model: nn.Module) -> Fused:
         if kind is None:
             continue
         weight = next(module.parameters(), None)
-        if "forward" in module.__dict__:
+        if "forward" in module.__dict__ or hasattr(type(module), "octavo_own"):
             reason: str | None = "has a forward of somebody else's"
         elif weight is None or weight.device.type == "meta" or weight.dtype not in DTYPES:
             reason = "has no weights here in float32, float16 or bfloat16"
         else:
-            if kind == "rotary" and angles is None:
-                angles = _angles(model, weight)
-            reason = _tried(known, module, kind, weight, angles)
+            reason = _tried(known, model, module, kind, weight)
         if reason is None:
             own: Any = type(module)
             module.__class__ = fused_class(own, kind)
@@ -123,7 +122,7 @@ def _kind(module: nn.Module) -> str | None:
     """What a module looks like: `mlp`, `rotary`, or for a norm the name of its epsilon."""
     children, parameters = set(module._modules), module._parameters
     if children == _MLP:
-        return "mlp" if type(module.act_fn).__name__ in SILU else None
+        return "mlp" if is_silu(module.act_fn) else None
     if children:
         return "rotary" if rotary_of(type(module).forward) is not None else None
     weight = parameters.get("weight")
@@ -137,55 +136,66 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def _tried(
-    known: dict[Any, str | None], module: nn.Module, kind: str, weight: Tensor, angles: Any
+    known: dict[Any, str | None], model: nn.Module, module: nn.Module, kind: str, weight: Tensor
 ) -> str | None:
     """Why our forward does not do for a module; None when it does. One of each sort is tried."""
-    if kind == "rotary" and isinstance(angles, str):
-        return angles
+    if kind == "rotary" and getattr(getattr(module, "config", None), "rope_interleave", False):
+        return "turns pairs that are neighbours"  # by another function
     says = [(name, x) for name, x in vars(module).items() if isinstance(x, bool | int | float | str)]
-    sort = (type(module), kind, weight.dtype, weight.device, weight.shape, *says)
+    activation = type(getattr(module, "act_fn", None))
+    sort = (type(module), kind, activation, weight.dtype, weight.device, weight.shape, *says)
     if sort not in known:
-        known[sort] = _try(module, kind, angles, weight)
+        known[sort] = _try(model, module, kind, weight)
     return known[sort]
 
 
-def _try(module: nn.Module, kind: str, angles: Any, weight: Tensor) -> str | None:
-    own: Any = type(module)
-    made = fused_class(own, kind)
-    if made is None:
+def _try(model: nn.Module, module: nn.Module, kind: str, weight: Tensor) -> str | None:
+    if fused_class(type(module), kind) is None:
         return "has a forward that cannot be given another rotary function"
-    dtype, device = weight.dtype, weight.device
-    draw = _Draw(dtype, device)
-    try:
-        with torch.no_grad():
-            if kind == "rotary":
-                theirs = rotary_of(own.forward)
-                assert theirs is not None
-                pairs = list(_rotated(theirs, angles, draw))
-            else:
-                probe, x = (_mlp if kind == "mlp" else _norm)(module, draw)
-                pairs = [(made.forward(probe, x), own.forward(probe, x))]
-    except Exception as error:  # a module that is something else than it looks like
-        return f"does not run like one: {type(error).__name__}: {error}".splitlines()[0]
-    return None if all(_is_close(*pair) for pair in pairs) else "computes something else"
+    device = weight.device
+    for dtype in dict.fromkeys((weight.dtype, torch.float32)):  # half precision hides an error of 1 %
+        draw = _Draw(dtype, device)
+        angles = _angles(model, draw) if kind == "rotary" else ()
+        if isinstance(angles, str):
+            return angles
+        try:
+            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                pairs = list(_turned(module, angles, draw) if kind == "rotary" else _run(module, kind, draw))
+        except Exception as error:  # a module that is something else than it looks like
+            if dtype is not weight.dtype:
+                continue
+            return f"does not run like one: {type(error).__name__}: {error}".splitlines()[0]
+        if not all(_is_close(*pair) for pair in pairs):
+            return "computes something else"
+    return None
 
 
 class _Draw:
     """Numbers from -1 to 1, the same in every call of `fuse`, without a word to torch's generators."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        self._dtype, self._device = dtype, device
+        self._generator = torch.Generator("cpu").manual_seed(0)
+        self.dtype, self.device = dtype, device
 
     def __call__(self, *shape: int) -> Tensor:
-        return (2 * torch.rand(shape, generator=self._generator) - 1).to(self._device, self._dtype)
+        drawn = torch.rand(shape, generator=self._generator, device="cpu")
+        return (2 * drawn - 1).to(self.device, self.dtype)
+
+
+def _run(module: nn.Module, kind: str, draw: _Draw) -> Iterator[tuple[Any, Any]]:
+    """What our forward and its own make of a norm or MLP like it; some drop numbers while training."""
+    own: Any = type(module)
+    probe, x = (_mlp if kind == "mlp" else _norm)(module, draw)
+    for probe.training in (False, True):
+        yield fused_class(own, kind).forward(probe, x), own.forward(probe, x)
 
 
 def _norm(module: nn.Module, draw: _Draw) -> tuple[nn.Module, Tensor]:
-    """One like it with weights that are random, and rows among whose squares epsilon counts."""
-    probe, weight = _shallow(module), draw(*next(module.parameters()).shape)
+    """One like it with random weights, and rows: some where epsilon counts, some where few numbers do."""
+    probe, weight = _shallow(module), 30 * draw(*next(module.parameters()).shape)
     probe._parameters["weight"] = nn.Parameter(weight)
-    return probe, torch.stack([scale * draw(3, len(weight)) for scale in (1.0, 1e-3, 30.0)])
+    rows = [scale * draw(3, len(weight)) for scale in (1e-3, *_SCALES)]
+    return probe, torch.stack([*rows, 300 * draw(3, len(weight)) ** 9])
 
 
 def _mlp(module: nn.Module, draw: _Draw) -> tuple[nn.Module, Tensor]:
@@ -197,7 +207,8 @@ def _mlp(module: nn.Module, draw: _Draw) -> tuple[nn.Module, Tensor]:
         probe._modules[name] = layer
     probe._modules["down_proj"] = nn.Identity()
     probe._modules["act_fn"] = _shallow(module.get_submodule("act_fn"))
-    return probe, draw(2, 3, 16)
+    scales = _SCALES[:2] if draw.dtype == torch.float16 else _SCALES  # without what it cannot hold
+    return probe, torch.stack([scale * draw(3, 16) for scale in scales])
 
 
 def _shallow(module: nn.Module) -> nn.Module:
@@ -211,27 +222,37 @@ def _shallow(module: nn.Module) -> nn.Module:
     return probe
 
 
-def _rotated(
-    theirs: Callable[..., Any], angles: list[tuple[Tensor, Tensor]], draw: _Draw
+def _turned(
+    module: nn.Module, angles: Sequence[tuple[Tensor, Tensor]], draw: _Draw
 ) -> Iterator[tuple[Any, Any]]:
+    theirs: Any = rotary_of(type(module).forward)
+    known = [getattr(module, name) for name in _HEAD_DIMS if hasattr(module, name)]
+
+    def heads(head_dim: int) -> tuple[Tensor, Tensor]:
+        return draw(2, 5, 4, head_dim).transpose(1, 2), draw(2, 5, 2, head_dim).transpose(1, 2)
+
     for cos, sin in angles:
-        tokens, head_dim = cos.shape[1:]
-        q, k = draw(2, tokens, 4, head_dim).transpose(1, 2), draw(2, tokens, 2, head_dim).transpose(1, 2)
+        q, k = heads(*(known or [cos.shape[-1]])[:1])
+        try:
+            want = theirs(q, k, cos, sin)
+        except RuntimeError:  # it gets the part of a head that is turned
+            q, k = heads(cos.shape[-1])
+            want = theirs(q, k, cos, sin)
         ours = rotated(q, k, cos, sin)
         if ours is None:
-            raise ValueError(f"heads of {head_dim}, angles of {cos.dtype}")
-        yield from zip(ours, theirs(q, k, cos, sin), strict=True)
+            raise ValueError(f"heads of {q.shape[-1]}, {cos.shape[-1]} angles of {cos.dtype}")
+        yield from zip(ours, want, strict=True)
 
 
-def _angles(model: nn.Module, weight: Tensor) -> list[tuple[Tensor, Tensor]] | str:
-    """Cosines and sines (1, T, D), like `weight`, of every kind that the model has; or why not."""
+def _angles(model: nn.Module, draw: _Draw) -> list[tuple[Tensor, Tensor]] | str:
+    """Cosines and sines (1, 5, D), like what is drawn, of every kind that the model has; or why not."""
     found = []
     for rotary in model.modules():
         if not any(name.endswith("inv_freq") for name in rotary._buffers):
             continue
         own: Any = copy.deepcopy(rotary)  # some remember the longest position
-        x = torch.zeros((1, 5, 8), dtype=weight.dtype, device=weight.device)
-        positions = torch.tensor([[0, 1, 2, 7, 100]], device=weight.device)
+        x = torch.zeros((1, 5, 8), dtype=draw.dtype, device=draw.device)
+        positions = torch.tensor([[0, 1, 2, 7, 100]], device=draw.device)
         kinds = {name.removesuffix("inv_freq").strip("_") for name in own._buffers if "original" not in name}
         try:
             with torch.no_grad():

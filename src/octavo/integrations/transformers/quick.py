@@ -18,9 +18,10 @@ from octavo.kernels.known_calls import prepared
 _Call = TypeVar("_Call")
 
 # Each keeps what was worked out for tensors laid out in one way: the steps of a request have few of them.
-_norms: dict[tuple[Any, ...], Callable[..., Any]] = {}
+_norms: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
 _gates: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _MOST = 1024
+_UNKNOWN: Any = object()
 
 
 def keep(calls: dict[tuple[Any, ...], _Call], like: tuple[Any, ...], call: _Call) -> _Call:
@@ -31,22 +32,31 @@ def keep(calls: dict[tuple[Any, ...], _Call], like: tuple[Any, ...], call: _Call
     return call
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     """`octavo.kernels.rms_norm` of x (..., D) and weight (D,) of one dtype and device, without gradients.
 
-    Raises:
-        KernelArgumentError: as that function.
+    What has heads before tokens in its shape, and after them in memory, comes back so. None for a weight that
+    is not (D,), or numbers that do not lie side by side.
     """
     like = (
         x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), eps, known_calls.num_forgotten
     )  # fmt: skip
-    call = _norms.get(like)
-    if call is None:
-        kernels.rms_norm(x, weight, eps)
-        kernel = backend.select("rms_norm", x.device.type, x.dtype, weight.dtype)
-        call = keep(_norms, like, prepared(kernel, x, weight, eps, None))
-    out: Tensor = call(x, weight, eps, None)[0]
-    return out
+    call = _norms.get(like, _UNKNOWN)
+    if call is _UNKNOWN:
+        call = keep(_norms, like, _norm(x, weight, eps))
+    return None if call is None else call(x, weight, eps, None)[0]
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Callable[..., Any] | None:
+    if x.shape[-1:] != weight.shape or x.stride(-1) != 1:
+        return None
+    if x.dim() == 4 and x.stride(1) < x.stride(2):
+        by_token = _norm(x.transpose(1, 2), weight, eps)
+        assert by_token is not None
+        return lambda x, *others: (by_token(x.transpose(1, 2), *others)[0].transpose(1, 2),)
+    kernels.rms_norm(x, weight, eps)
+    kernel = backend.select("rms_norm", x.device.type, x.dtype, weight.dtype)
+    return prepared(kernel, x, weight, eps, None)
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:

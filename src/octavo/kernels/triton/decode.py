@@ -24,6 +24,7 @@ of warps, and BLOCK_M 8.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ from octavo.kernels.triton.attention_arguments import (
 from octavo.kernels.triton.decode_invariant import decode_invariant
 from octavo.kernels.triton.decode_parameters import key_and_defaults, query_rows
 from octavo.kernels.triton.decode_tiles import NOTHING
-from octavo.kernels.triton.launch import Prepared, direct
+from octavo.kernels.triton.launch import Prepared, direct, part
 from octavo.kernels.triton.launch import options as launch_options
 from octavo.kernels.triton.tuning import Parameters, parameters
 
@@ -67,7 +68,7 @@ def _decode(
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, SAME_STRIDES: tl.constexpr, ASSEMBLY: tl.constexpr,
     PIN: tl.constexpr, BY_KEY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr,
-    PDL: tl.constexpr,
+    ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if PDL:
@@ -138,8 +139,8 @@ def _decode(
             if alibi_slopes is not None:
                 slopes = tl.load(alibi_slopes + b * slopes_stride + heads, mask=real, other=0.0)
 
-            k_head = k + head * k_stride_head
-            v_head = v + head * v_stride_head
+            k_head = k + part(head, k_stride_head, ALIGN)
+            v_head = v + part(head, v_stride_head, ALIGN)
             k_scale_head = None
             v_scale_head = None
             if K_SCALES == 2:
@@ -348,6 +349,8 @@ def prepare_launches(
         _decode, (programs,),
         {
             **facts, **shared, "SAME_STRIDES": same_strides,
+            # Heads of 120 begin at multiples of 8, which the compiler is not told of an argument.
+            "ALIGN": math.gcd(16, facts["k_stride_head"], facts["v_stride_head"]),
             "ASSEMBLY": nvidia and facts["k"].element_size() == 1 and facts["COMPUTE"] == tl.float16,
             "PIN": given["PIN"], "BY_KEY": by_key, "num_warps": given["num_warps"],
             "num_stages": given["num_stages"], **registers,

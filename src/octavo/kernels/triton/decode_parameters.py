@@ -15,8 +15,11 @@ from octavo.kernels.triton.tuning import Parameters
 def key_and_defaults(facts: dict[str, Any], together: int) -> tuple[str, Parameters]:
     """The class of a call with these `arguments` in the table of tuned parameters, and its defaults.
 
-    The defaults run on every GPU from compute capability 8.0, and none spills registers in a loop; by key, a
-    few go through memory once for each item. `together`: rows of a sequence for which a tile is made.
+    The defaults run on every GPU from compute capability 8.0. Where head_dim is 32 or more and a multiple of
+    8, and blocks and slots lie multiples of 16 elements apart, few registers are spilled in a loop, and with
+    multiples of 16 none; by key, a few go through memory once for each item. With an odd head_dim, or slots
+    elsewhere, keys are read number by number, not ahead, and more than a hundred are spilled. `together`:
+    rows of a sequence for which a tile is made.
 
     BLOCK_N keys at a time, LEAST_KEYS to a range at least; PROGRAMS programs per multiprocessor, side by side
     where its shared memory has room for them. BY_KEY: 1 for `decode_by_key`, 0 for `decode_by_query`. PIN, in
