@@ -50,6 +50,17 @@ def test_products_of_another_layout_are_made_once(model):
     assert len(runs) == 1
 
 
+def test_a_hook_for_all_modules_sees_the_activation(model):
+    mlp, seen = model.model.layers[0].mlp, []
+    fuse(model)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, _, __: seen.append(module))
+    try:
+        mlp(torch.randn(3, 48))
+    finally:
+        hook.remove()
+    assert seen == [mlp.gate_proj, mlp.act_fn, mlp.up_proj, mlp.down_proj, mlp]
+
+
 def forward_mode(f, x, t):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent

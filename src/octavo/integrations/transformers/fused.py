@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Module
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.activations import SiLUActivation
 
 from octavo.integrations.transformers.angles import ASKING, DTYPES, Rotate
@@ -142,7 +143,12 @@ def is_silu(activation: Any) -> bool:
 
 
 def _is_unwatched_silu(activation: Any) -> bool:
-    return is_silu(activation) and not activation._forward_hooks and not activation._forward_pre_hooks
+    return is_silu(activation) and not (
+        activation._forward_hooks
+        or activation._forward_pre_hooks
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+    )
 
 
 def _attention(own: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any] | None:
