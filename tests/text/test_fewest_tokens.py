@@ -1,5 +1,6 @@
 """What can be said of a text's tokens before it is tokenised: never more than there are."""
 
+import sys
 import unicodedata
 
 import pytest
@@ -141,6 +142,18 @@ def test_a_long_text_is_normalised_in_parts(monkeypatch):
     assert bound.count("字" * 500_000 + "x\u0301") > 0
     assert sum(seen) == 500_002
     assert max(seen) <= 2**16
+
+
+def test_where_a_text_is_cut_nothing_joins_what_is_before():
+    seconds = {*map(chr, (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)))}  # Hangul, which no table has
+    for char in map(chr, range(sys.maxunicode + 1)):
+        parts = unicodedata.decomposition(char).split()
+        if len(parts) == 2 and not parts[0].startswith("<"):
+            seconds.add(chr(int(parts[1], 16)))
+        if fewest_tokens._STARTS_AFRESH.match(char):
+            assert unicodedata.combining(char) == 0
+    assert {"\u0301", "\u09be"} < seconds
+    assert not list(filter(fewest_tokens._STARTS_AFRESH.match, seconds))
 
 
 @given(

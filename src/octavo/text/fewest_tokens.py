@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 _Counts = NDArray[np.int64]
 _PART_BYTES: Final = 2**20
 _PART_CHARACTERS: Final = 2**16
-# ASCII, Han, Hangul syllables: in NFC such a character neither joins what is before it nor moves there.
-_STARTS_AFRESH: Final = re.compile("[\0-\x7f\u4e00-\u9fff\uac00-\ud7a3]")
+# Letters of the common scripts, and ASCII: such a character neither joins what is before it nor moves there.
+_STARTS_AFRESH: Final = re.compile(
+    "[\0-\u02ff\u0370-\u0482\u05d0-\u05ea\u0620-\u064a\u0904-\u0939\u0e01-\u0e30"
+    "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3]"
+)
 _KEEPS_ALL: Final = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 
