@@ -145,7 +145,7 @@ def test_angles_die_with_the_cosines_and_are_not_saved_with_them(model):
 
 
 def test_a_norm_of_what_no_kernel_reads_is_the_modules_own():
-    norm = nn.RMSNorm(16, eps=1e-6).requires_grad_(False)
+    norm = nn.RMSNorm(16, eps=1e-6).requires_grad_(False).eval()
     x = torch.randn(16, 5).t()
     want = norm(x)
     fuse(nn.ModuleList([norm]))
@@ -155,7 +155,7 @@ def test_a_norm_of_what_no_kernel_reads_is_the_modules_own():
 
 
 def test_a_norm_keeps_heads_by_token_in_memory():
-    norm = nn.RMSNorm(16, eps=1e-6).requires_grad_(False)
+    norm = nn.RMSNorm(16, eps=1e-6).requires_grad_(False).eval()
     by_token, by_head = torch.randn(2, 5, 3, 16), torch.randn(2, 3, 5, 16)
     want = norm(by_token), norm(by_head)
     fuse(nn.ModuleList([norm]))

@@ -3,8 +3,9 @@
 A module gets another class, not another attribute: so it is copied, pickled and replicated like any module,
 its hooks run, and nothing refers back to it. The subclass has the name of the class it is of.
 
-Every such forward is the module's own one where a kernel would not do: gradients are wanted, somebody looks
-on (`torch.compile`, `torch.func`, a dispatch mode), or tensors came that are not what the kernel is for.
+Every such forward is the module's own one where a kernel would not do: gradients are wanted, a norm or MLP
+trains, somebody looks on (`torch.compile`, `torch.func`, a dispatch mode), or tensors came that are not what
+the kernel is for.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def _norm(own: Callable[..., Any], epsilon: str) -> Callable[..., Any]:
             or x.dtype != weight.dtype
             or x.dtype not in DTYPES
             or x.device != weight.device
+            or self.training
             or is_watched()
             or needs_gradients(x, weight)
         ):
@@ -111,7 +113,9 @@ def _norm(own: Callable[..., Any], epsilon: str) -> Callable[..., Any]:
 def _mlp(own: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         x, modules = args[0] if len(args) == 1 and not kwargs else None, self._modules
-        if type(x) is not Tensor or is_watched() or not _is_unwatched_silu(modules["act_fn"]):
+        if type(x) is not Tensor or self.training or is_watched():  # some drop numbers in training
+            return own(self, *args, **kwargs)
+        if not _is_unwatched_silu(modules["act_fn"]):
             return own(self, *args, **kwargs)
         if torch.is_grad_enabled() and needs_gradients(x, *self.parameters()):
             return own(self, *args, **kwargs)
