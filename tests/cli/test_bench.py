@@ -185,6 +185,7 @@ def test_kernels_lists_its_rows_anywhere(octavo):
     [
         (("--rows", "decod/*"), "--rows: 'decod/*' matches no row; there are decode/*, prefill/*"),
         (("--peers", "fa4"), "--peers: unknown library 'fa4', expected all, none or some of fa3, fa2"),
+        (("--list", "--peers", "nosuch"), "--peers: unknown library 'nosuch', expected all, none or some"),
         (("--json", "/nowhere/x.json"), "--json: there is no folder '/nowhere'; make it first"),
         (("--plot", "/nowhere/x.png"), "--plot: there is no folder '/nowhere'; make it first"),
         (("--plot", "x.bogus"), "--plot: 'x.bogus' must end in one of .png, .svg, .pdf"),

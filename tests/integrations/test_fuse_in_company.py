@@ -50,6 +50,17 @@ def test_products_of_another_layout_are_made_once(model):
     assert len(runs) == 1
 
 
+def test_a_hook_for_all_modules_sees_the_activation(model):
+    mlp, seen = model.model.layers[0].mlp, []
+    fuse(model)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, _, __: seen.append(module))
+    try:
+        mlp(torch.randn(3, 48))
+    finally:
+        hook.remove()
+    assert seen == [mlp.gate_proj, mlp.act_fn, mlp.up_proj, mlp.down_proj, mlp]
+
+
 def forward_mode(f, x, t):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
@@ -134,7 +145,7 @@ def test_angles_die_with_the_cosines_and_are_not_saved_with_them(model):
 
 
 def test_a_norm_of_what_no_kernel_reads_is_the_modules_own():
-    norm = nn.RMSNorm(16, eps=1e-6).requires_grad_(False)
+    norm = nn.RMSNorm(16, eps=1e-6).requires_grad_(False).eval()
     x = torch.randn(16, 5).t()
     want = norm(x)
     fuse(nn.ModuleList([norm]))
@@ -144,7 +155,7 @@ def test_a_norm_of_what_no_kernel_reads_is_the_modules_own():
 
 
 def test_a_norm_keeps_heads_by_token_in_memory():
-    norm = nn.RMSNorm(16, eps=1e-6).requires_grad_(False)
+    norm = nn.RMSNorm(16, eps=1e-6).requires_grad_(False).eval()
     by_token, by_head = torch.randn(2, 5, 3, 16), torch.randn(2, 3, 5, 16)
     want = norm(by_token), norm(by_head)
     fuse(nn.ModuleList([norm]))

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
 
-from octavo.integrations.transformers import Fused, angles, fuse
+from octavo.integrations.transformers import Fused, angles, fuse, unfuse
 
 LEFT_ALONE = "computes something else"
 
@@ -93,7 +93,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 @dtypes
 @pytest.mark.parametrize(
     "made",
-    [ClampsInput, ClampsWeight, ClampsOutput, ClampsPeaks, OnePercentMore, TrainsApart, Drops, deepseek_v4],
+    [ClampsInput, ClampsWeight, ClampsOutput, ClampsPeaks, OnePercentMore, deepseek_v4],
 )
 def test_what_differs_in_one_thing_is_left_alone(made, dtype):
     module = made().to(dtype).eval()
@@ -105,6 +105,21 @@ def test_what_differs_in_one_thing_is_left_alone(made, dtype):
 @dtypes
 def test_what_does_not_is_replaced(dtype):
     assert fuse(nn.ModuleList([Norm(), GatedMLP(), GatedMLP(ACT2FN["silu"])]).to(dtype)) == Fused(1, 2)
+
+
+@pytest.mark.parametrize("made", [TrainsApart, Drops])
+def test_what_trains_apart_does_so(made):
+    module = made()
+    x = torch.randn(3, 64 if made is TrainsApart else 8)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        want = module(x)
+        for is_trained in (True, False):
+            unfuse(module)
+            assert not fuse(nn.ModuleList([module.train(is_trained)])).left_alone
+            torch.manual_seed(0)
+            assert torch.equal(module.train()(x), want)
+            assert not torch.allclose(module.eval()(x), want)
 
 
 class HalfOnly(Norm):
@@ -121,7 +136,7 @@ def test_what_does_not_run_in_float32_is_tried_in_its_own_dtype():
 def test_an_activation_is_known_by_what_it_is():
     patched = GatedMLP(ACT2FN["silu"])
     patched.act_fn.forward = torch.relu
-    model = nn.ModuleList([GatedMLP(), GatedMLP(SiLU()), patched])
+    model = nn.ModuleList([GatedMLP(), GatedMLP(SiLU()), patched]).eval()
     x = torch.randn(3, 8)
     with torch.no_grad():
         want = [m(x) for m in model]

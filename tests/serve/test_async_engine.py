@@ -253,6 +253,29 @@ def test_requests_for_which_there_are_free_rows_do_not_wait(n):
     run(test())
 
 
+@pytest.mark.parametrize("n", [3, 4])
+def test_a_request_takes_a_row_for_each_of_its_continuations(n):
+    """On an engine of four rows one of three or four runs, two wait, and that is all."""
+
+    async def test():
+        settings = ServeSettings(max_waiting_requests=2)
+        engine, link = await scripted_engine(
+            held(asyncio.Event()), settings, card=replace(CARD, max_num_seqs=4)
+        )
+        params = SamplingParams(max_tokens=8, n=n, temperature=1.0)
+        problem = r"2 requests are waiting, of at most 2 \([^,]*; try"
+        for i in range(3):
+            engine.submit([1, 2], params, request_id=str(i))
+        for _ in range(2):
+            with pytest.raises(OverloadedError, match=problem):
+                engine.submit([1, 2], params, request_id="e")
+            engine.receive(waiting_news("0"))
+        assert (len(link.submitted), engine.num_waiting) == (3, 2)
+        await engine.close()
+
+    run(test())
+
+
 def test_an_aborted_request_makes_room_in_the_queue_at_once():
     async def test():
         settings = ServeSettings(max_waiting_requests=1)

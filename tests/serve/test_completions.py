@@ -8,12 +8,19 @@ from dataclasses import replace
 
 import pytest
 from helpers.chat import tokenizer_with
-from helpers.serve import CARD, Answer, events_of, eventually, run, scripted_client, scripted_engine
+from helpers.serve import CARD, STATS, Answer, events_of, eventually, run, scripted_client, scripted_engine
+from helpers.tokenizers_by_hand import byte_level
+from tokenizers import normalizers
 
+from octavo.errors import OverloadedError
+from octavo.sampling_params import SamplingParams
 from octavo.serve.app import create_app
-from octavo.serve.messages import Abort
+from octavo.serve.completions import _encode
+from octavo.serve.messages import Abort, News
 from octavo.serve.metrics import Metrics
+from octavo.serve.protocol import CompletionRequest
 from octavo.serve.settings import ServeSettings
+from octavo.text.recipe import TokenizerRecipe
 from octavo.text.tokenizer import Tokenizer
 
 ANSWER = Answer(["ab", "c"], stop_reason=None, num_cached_tokens=1)
@@ -617,6 +624,74 @@ def test_a_text_that_is_surely_too_long_is_not_tokenised(path, body, field, monk
     )
     assert (fits.status_code, num_submitted) == (200, 1)
     assert 'octavo_requests_refused_total{reason="invalid"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "status", "problem"),
+    [
+        (6, 1, 200, ""),
+        (4, 3, 400, "prompt holds 4 prompts with n=3 each; this server takes at most 3 at once"),
+        (3, 3, 200, ""),
+        (4, 5, 400, "prompt holds 4 prompts with n=5 each; this server takes at most 3 at once"),
+        (3, 5, 200, ""),  # the engine has a word to say to that n
+    ],
+)
+def test_prompts_with_several_continuations_are_taken_if_they_ever_find_rows(num_prompts, n, status, problem):
+    async def test():
+        settings, card = ServeSettings(max_waiting_requests=2), replace(CARD, max_num_seqs=4)
+        async with scripted_client(Answer(["a"] * n), settings, card=card) as (client, link):
+            body = {"prompt": [[1]] * num_prompts, "n": n, "temperature": 1.0}
+            return await client.post("/v1/completions", json=body), len(link.submitted)
+
+    answer, submitted = run(test())
+    assert (answer.status_code, submitted) == (status, num_prompts if status == 200 else 0), answer.text
+    assert problem in answer.text
+
+
+def test_of_prompts_that_find_no_rows_now_none_is_taken():
+    async def test():
+        settings, card = ServeSettings(max_waiting_requests=2), replace(CARD, max_num_seqs=4)
+        engine, link = await scripted_engine(Answer(gate=asyncio.Event()), settings, card=card)
+        runs = engine.submit([1], SamplingParams(n=2, temperature=1.0), request_id="runs")
+        engine.receive(News([], STATS, 0.001, 1, ("runs",)))
+        with pytest.raises(OverloadedError, match="0 requests are waiting, of at most 2"):
+            await _encode(CompletionRequest(prompt=[[1]] * 3, n=3), engine, settings)
+        assert len(await _encode(CompletionRequest(prompt=[[1]] * 2, n=3), engine, settings)) == 2
+        assert len(await _encode(CompletionRequest(prompt=[[1]] * 3, n=2), engine, settings)) == 3
+        assert len(link.submitted) == 1
+        runs.abort()
+        await engine.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("times", [1, 400, 3000])
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", '{"prompt": "%s"}', "prompt"),
+        ("/v1/completions", '{"prompt": ["b", "%s"]}', "prompt"),
+        ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "%s"}]}', "messages"),
+        ("/v1/responses", '{"input": "%s"}', "input"),
+        ("/tokenize", '{"prompt": "%s"}', "prompt"),
+    ],
+)
+def test_lone_surrogates_are_told_so_in_a_text_of_any_length(path, body, field, times):
+    """And with NFC, which no such text has."""
+
+    async def test():
+        backend = byte_level({})
+        backend.normalizer = normalizers.NFC()
+        templates = {"default": "{{ messages[0].content }}"}
+        chats = Tokenizer(TokenizerRecipe(backend, "the model", special_tokens={}, chat_templates=templates))
+        async with scripted_client(Answer(["a"]), tokenizer=chats) as (client, _):
+            text = body % ("\\u00e9" + "\\ud800" * times)
+            return await client.post(path, content=text, headers={"content-type": "application/json"})
+
+    answer = run(test())
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, field, None)
+    assert error["message"] == f"{field}: not valid Unicode: it holds lone surrogates; remove them"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])

@@ -1,5 +1,8 @@
 """What can be said of a text's tokens before it is tokenised: never more than there are."""
 
+import sys
+import unicodedata
+
 import pytest
 from helpers.tokenizers_by_hand import Source, sentencepiece_like, smollm2_path, spelled
 from hypothesis import given, settings
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from octavo.text import fewest_tokens
 from octavo.text.fewest_tokens import FewestTokens
 from octavo.text.tokenizer import load_tokenizer
 
@@ -89,22 +93,79 @@ def test_words_and_runs_are_counted_well():
 
 
 def test_each_reason_counts():
-    bound = FewestTokens([b"ab", b"abab", b"aaa", b"c", b"d", b" c"], b"", None)
+    bound = FewestTokens([b"ab", b"abab", b"aaa", b"c", b"d", b" c"], b"", is_nfc=False)
     assert bound.count("") == 0
     assert bound.count("aaaaaaa") == 3  # at most three in one
     assert bound.count("cdcdcd") == 6  # no entry has two of them side by side
     assert bound.count("abababab") == 2
     assert bound.count("ab" * 2**20) == 2**19  # more than one part
-    assert FewestTokens([b"a"], b"", None).count("a" * (2**20 + 1)) == 2**20 + 1
+    assert FewestTokens([b"a"], b"", is_nfc=False).count("a" * (2**20 + 1)) == 2**20 + 1
     assert bound.count("c" * 2**20 + "d") == 2**20 + 1
-    assert FewestTokens([b"ab", b"\0"], b"\0", None).count("a\0b" * 6) == 6
-    assert FewestTokens([b"ab"], b"\0", None).count("\0" * 9) == 0
+    assert FewestTokens([b"ab", b"\0"], b"\0", is_nfc=False).count("a\0b" * 6) == 6
+    assert FewestTokens([b"ab"], b"\0", is_nfc=False).count("\0" * 9) == 0
 
 
 def test_a_text_that_the_normaliser_makes_shorter_is_not_judged():
     bound = FewestTokens.of(BACKENDS["nfc"])
     assert bound.count("é" * 100) > 0
     assert bound.count("e\u0301" * 100) == 0
+    assert BACKENDS["plain"].normalizer is None
+    assert FewestTokens.of(BACKENDS["plain"]).count("e\u0301" * 100) > 0
+
+
+def test_a_character_that_may_get_a_meaning_is_not_judged():
+    """A library with newer tables than ours might join it to its neighbour."""
+    bound = FewestTokens.of(BACKENDS["nfc"])
+    unassigned = "\u0378"
+    assert unicodedata.category(unassigned) == "Cn"
+    assert bound.count("é" * 100 + unassigned) == 0
+    assert FewestTokens.of(BACKENDS["plain"]).count("é" * 100 + unassigned) > 0
+
+
+@pytest.mark.parametrize("name", ["plain", "nfc"])
+@pytest.mark.parametrize("text", ["\ud800" * 400, "é" * 70_000 + "\udfff"], ids=["alone", "last"])
+def test_what_is_no_unicode_is_left_to_the_tokenizer(name, text):
+    assert FewestTokens.of(BACKENDS[name]).count(text) == 0
+
+
+def test_a_long_text_is_normalised_in_parts(monkeypatch):
+    """Each call keeps every other thread waiting, and a single mark makes it a slow one."""
+    bound = FewestTokens.of(BACKENDS["nfc"])
+    seen = []
+
+    def recorded(form, text):
+        seen.append(len(text))
+        return is_normalized(form, text)
+
+    is_normalized = unicodedata.is_normalized
+    monkeypatch.setattr(unicodedata, "is_normalized", recorded)
+    assert bound.count("字" * 500_000 + "x\u0301") > 0
+    assert sum(seen) == 500_002
+    assert max(seen) <= 2**16
+
+
+def test_where_a_text_is_cut_nothing_joins_what_is_before():
+    seconds = {*map(chr, (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)))}  # Hangul, which no table has
+    for char in map(chr, range(sys.maxunicode + 1)):
+        parts = unicodedata.decomposition(char).split()
+        if len(parts) == 2 and not parts[0].startswith("<"):
+            seconds.add(chr(int(parts[1], 16)))
+        if fewest_tokens._STARTS_AFRESH.match(char):
+            assert unicodedata.combining(char) == 0
+    assert {"\u0301", "\u09be"} < seconds
+    assert not list(filter(fewest_tokens._STARTS_AFRESH.match, seconds))
+
+
+@given(
+    text=st.text(
+        st.sampled_from("aA\n 字각가\u1100\u1161\u11a8éqe\u0301\u0316\u093c\u09be\u09c7"), max_size=20
+    )
+)
+@settings(deadline=None)
+def test_the_parts_are_normalised_when_the_whole_is(text):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fewest_tokens, "_PART_CHARACTERS", 1)
+        assert fewest_tokens._stays_as_it_is(text) == unicodedata.is_normalized("NFC", text)
 
 
 def with_added(**how):

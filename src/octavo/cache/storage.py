@@ -104,7 +104,9 @@ class KVCache:
         if not run:
             return
         # From pinned memory, which torch keeps until the copy is done: from any other the host would wait.
-        pairs = torch.tensor([list(run), list(run.values())], pin_memory=self.device.type == "cuda")
+        pairs = torch.tensor(
+            [list(run), list(run.values())], device="cpu", pin_memory=self.device.type == "cuda"
+        )
         num_at_once = max(1, COPY_BYTES // self.spec.bytes_per_block)
         for dst, src in torch.split(pairs.to(self.device, non_blocking=True), num_at_once, dim=1):
             for tensor in self._tensors:

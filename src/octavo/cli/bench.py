@@ -56,16 +56,17 @@ def kernels(
 
     with wrong_usage():
         chosen = bench_kernels.chosen(rows or [], quick)
-    if list_rows:
-        print("\n".join(case.name for case in chosen))
-        return 0
-    from octavo.cli.kernel_table import measure
+    from octavo.cli.kernel_table import check_peers, measure
 
     names: list[str] | None
     if peers in ("", "all"):
         names = [] if quick and not peers else None
     else:
         names = [] if peers == "none" else [name.strip() for name in peers.split(",")]
+    check_peers(names or [])
+    if list_rows:
+        print("\n".join(case.name for case in chosen))
+        return 0
     return measure(chosen, names, json_file, plot_file, shlex.join(["octavo", *sys.argv[1:]]))
 
 

@@ -17,6 +17,17 @@ from octavo.bench.roofline import plot
 from octavo.errors import ConfigError, nearest
 
 
+def check_peers(names: Sequence[str]) -> None:
+    """typer.BadParameter when there is no such peer."""
+    known = list(dict.fromkeys(peer.name for peer in PEERS))
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(
+                f"--peers: unknown library {name!r}, expected all, none or some of {', '.join(known)}"
+                f"{nearest(name, known)}"
+            )
+
+
 def measure(
     chosen: Sequence[Case],
     peer_names: Sequence[str] | None,
@@ -28,15 +39,7 @@ def measure(
 
     Raises:
         ConfigError: there is no GPU.
-        typer.BadParameter: there is no such peer.
     """
-    known = list(dict.fromkeys(peer.name for peer in PEERS))
-    for name in peer_names or ():
-        if name not in known:
-            raise typer.BadParameter(
-                f"--peers: unknown library {name!r}, expected all, none or some of {', '.join(known)}"
-                f"{nearest(name, known)}"
-            )
     if not torch.cuda.is_available():
         raise ConfigError(
             "bench kernels needs a GPU that torch can use, and there is none here. What runs on the CPU: "

@@ -15,6 +15,7 @@ from octavo.cache.sizing import RequestSizing, format_bytes, num_blocks_for_byte
 from octavo.cache.spec import DTYPE_BYTES, KVCacheSpec
 from octavo.cli.kv_plot import write_plot
 from octavo.cli.options import wrong_usage
+from octavo.cli.result_files import check_writable
 from octavo.errors import CapacityError, ConfigError, ModelError, shown
 from octavo.models.config import load_json
 from octavo.models.shapes import KNOWN_SHAPES, known_shape, max_positions, spec_from_config, suggest_shape
@@ -139,8 +140,12 @@ def kv(
         raise typer.BadParameter(
             "name a model, for example: octavo kv qwen3-0.6b; --list shows the known shapes"
         )
-    if plot is not None and plot.suffix.lower() not in PLOT_FORMATS:
-        raise ConfigError(f"--plot must name a {' or '.join(PLOT_FORMATS)} file, got {str(plot)!r}")
+    if plot is not None:
+        if plot.suffix.lower() not in PLOT_FORMATS:
+            raise typer.BadParameter(
+                f"--plot must name a {' or '.join(PLOT_FORMATS)} file, got {str(plot)!r}"
+            )
+        check_writable(plot, "--plot")
     with wrong_usage():
         memory_bytes = None if memory is None else parse_memory(memory)
     estimate = estimate_model(

@@ -19,7 +19,7 @@ from octavo.layers.attention_metadata import AttentionMetadata
 # Triton compiles apart for addresses that divide by 16 and for those that do not.
 _ALIGNMENT = 16
 
-_NONE = torch.empty(0, dtype=torch.int64)
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def upload(
         starts.append(size)
         size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     # New for each step: torch keeps pinned memory until the copy from it is done, then gives it out again.
-    buffer = torch.empty(size // 8, dtype=torch.int64, pin_memory=device.type == "cuda")
+    buffer = torch.empty(size // 8, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     raw = buffer.numpy().view(np.uint8)
     for array, start in zip(arrays, starts, strict=True):
         raw[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)

@@ -169,7 +169,9 @@ class Read:
             return
         bits = [x if x.dtype == torch.int64 else x.double().view(torch.int64) for x in tensors]
         together = torch.cat([x.reshape(-1) for x in bits]) if len(bits) > 1 else bits[0].reshape(-1)
-        self._together = torch.empty(together.shape, dtype=torch.int64, pin_memory=together.is_cuda)
+        self._together = torch.empty(
+            together.shape, dtype=torch.int64, device="cpu", pin_memory=together.is_cuda
+        )
         self._together.copy_(together, non_blocking=True)
         if together.is_cuda:
             cuda: Any = torch.cuda

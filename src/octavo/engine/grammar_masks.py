@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.engine.grammar import fill_masks
 from octavo.engine.request import Sequence
 
-BITS = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8)
+BITS = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device="cpu")
 
 
 class GrammarMasks:
@@ -41,7 +41,7 @@ class GrammarMasks:
         Returns why rows cannot go on, by row; those are left as they are.
         """
         shape = (len(self.rows), self._grammars[0].num_mask_words)
-        masks = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        masks = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=self._device.type == "cuda")
         words: npt.NDArray[np.int32] = masks.numpy()
         fill_masks(self._grammars, words)
         errors: dict[int, str] = {}
@@ -67,7 +67,7 @@ class GrammarMasks:
     def _cover_together(self, logits: Tensor, masks: Tensor) -> None:
         """For a GPU: a few kernels, whatever the number of rows."""
         if self._row_ids is None or self._bits is None:
-            self._row_ids = self._uploaded(torch.tensor(self.rows))
+            self._row_ids = self._uploaded(torch.tensor(self.rows, device="cpu"))
             self._bits = self._uploaded(BITS)
         packed = masks.to(self._device, non_blocking=True)
         forbidden = forbidden_in_rows(packed, self._bits, self._vocab_size)

@@ -298,7 +298,7 @@ class DecodeGraphs:
         positions = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int64)
         # New each time, like the buffers of `batch.py`: torch keeps it until the copy is done.
         buffer = torch.zeros(
-            (_NUM_INTS + 2, width), dtype=torch.int64, pin_memory=self._device.type == "cuda"
+            (_NUM_INTS + 2, width), dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda"
         )
         ints = buffer.numpy()
         floats = ints[_NUM_INTS:].view(np.float32).reshape(4, width)

@@ -80,7 +80,9 @@ class PendingSample:
             return self._collect()
 
 
-NOTHING_DRAWN = PendingSample(torch.empty(0, dtype=torch.int64), lambda: SamplerOutput([], [], {}))
+NOTHING_DRAWN = PendingSample(
+    torch.empty(0, dtype=torch.int64, device="cpu"), lambda: SamplerOutput([], [], {})
+)
 """What a step that draws from no row leaves to collect."""
 
 

@@ -263,7 +263,7 @@ class SamplingPlan:
         return self._tensor(values, torch.float64)
 
     def _tensor(self, values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
-        return self._uploaded(torch.tensor(values, dtype=dtype))
+        return self._uploaded(torch.tensor(values, dtype=dtype, device="cpu"))
 
     def _uploaded(self, values: Tensor) -> Tensor:
         """On the device. From pinned memory, so that the host need not wait for the model before it."""

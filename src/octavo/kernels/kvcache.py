@@ -165,11 +165,11 @@ def flash_attn_with_kvcache(
     lens = _lens(name, cache_seqlens, capacity, batch, device)
     longest = capacity  # reading the longest length from a GPU would make the host wait
     if q.is_cpu:
-        known = torch.full((batch,), lens, dtype=torch.int32) if isinstance(lens, int) else lens
+        known = q.new_full((batch,), lens, dtype=torch.int32) if isinstance(lens, int) else lens
         first = cache_leftpad
         if first is None and window_size[0] >= 0:
             first = (known + (num_new - seqlen_q - window_size[0])).clamp(min=0)
-        rows = torch.arange(batch, dtype=torch.int32)[:, None] if table is None else table
+        rows = torch.arange(batch, dtype=torch.int32, device=device)[:, None] if table is None else table
         checks.cache_values(name, known, num_new, cache_leftpad, first, rows, num_blocks, block_size)
         longest = int(known.max()) + num_new if batch else 0
 

@@ -286,7 +286,7 @@ def _panels(weight: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = weight.shape
     panel = host.vector_shape().panel
     whole = rows // panel
-    packed = torch.empty((-(-rows // panel), columns, panel), dtype=dtype)
+    packed = weight.new_empty((-(-rows // panel), columns, panel), dtype=dtype)
     packed[:whole].copy_(weight[: whole * panel].view(whole, panel, columns).transpose(1, 2))
     if whole < packed.shape[0]:
         packed[whole].zero_()
@@ -297,8 +297,8 @@ def _panels(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _pack_int8(weight: Tensor, shape: tuple[int, int]) -> PackedWeight:
     rows, columns = shape
     groups = -(-columns // GROUP)
-    quantised = torch.empty((rows, columns), dtype=torch.int8)
-    scales = torch.empty((rows, groups), dtype=torch.float32)
+    quantised = weight.new_empty((rows, columns), dtype=torch.int8)
+    scales = weight.new_empty((rows, groups), dtype=torch.float32)
     for start in range(0, rows, _ROWS_AT_ONCE):
         part = weight[start : start + _ROWS_AT_ONCE].float()
         padded = functional.pad(part, (0, groups * GROUP - columns)).view(part.shape[0], groups, GROUP)
@@ -312,7 +312,7 @@ def _pack_int8(weight: Tensor, shape: tuple[int, int]) -> PackedWeight:
 @functools.cache
 def zeros() -> Tensor:
     """A panel of zeros: what the compiled kernels begin with where there is no bias."""
-    return torch.zeros(host.vector_shape().panel)
+    return torch.zeros(host.vector_shape().panel, dtype=torch.float32, device="cpu")
 
 
 def _linear_packed(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -320,7 +320,7 @@ def _linear_packed(x: Tensor, w: PackedWeight, bias: Tensor | None) -> Tensor:
 
     rows = x.shape[0]
     columns, depth = w.shape
-    out = torch.empty((rows, columns))
+    out = torch.empty((rows, columns), dtype=torch.float32, device="cpu")
     if rows == 0 or columns == 0:
         return out
     if depth == 0:
@@ -353,7 +353,7 @@ def _embedding_packed(ids: Tensor, w: PackedWeight) -> Tensor:
     from octavo.kernels.cpu import linear_kernel, threads
 
     ids = ids.to(torch.int64).contiguous()
-    out = torch.empty((ids.shape[0], w.shape[1]))
+    out = torch.empty((ids.shape[0], w.shape[1]), dtype=torch.float32, device="cpu")
     parameters = (
         ids.shape[0],
         w.shape[1],

@@ -25,14 +25,14 @@ def rope_table(rope: RopeConfig, num_positions: int | None = None) -> torch.Tens
     `num_positions` is `rope.num_positions` unless given. YaRN's attention factor is multiplied in.
     """
     num_positions = rope.num_positions if num_positions is None else num_positions
-    positions = torch.arange(num_positions, dtype=torch.float32)
+    positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
     if rope.rope_type == "dynamic":
         angles = positions[:, None] * _dynamic_frequencies(rope, num_positions)
         scale = 1.0
     else:
         frequencies, scale = inverse_frequencies(rope)
         angles = positions[:, None] * frequencies
-    table = torch.empty(num_positions, rope.rotary_dim)
+    table = torch.empty(num_positions, rope.rotary_dim, dtype=torch.float32, device="cpu")
     half = rope.rotary_dim // 2
     torch.cos(angles, out=table[:, :half])
     torch.sin(angles, out=table[:, half:])
@@ -50,18 +50,18 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
     elif rope.rope_type == "yarn":
         frequencies, scale = _yarn(rope)
     if rope.freq_factors is not None:
-        frequencies = frequencies / torch.tensor(rope.freq_factors, dtype=torch.float32)
+        frequencies = frequencies / torch.tensor(rope.freq_factors, dtype=torch.float32, device="cpu")
     return frequencies, scale
 
 
 def _exponents(rotary_dim: int) -> torch.Tensor:
-    return torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
 
 
 def _dynamic_frequencies(rope: RopeConfig, num_positions: int) -> torch.Tensor:
     """(num_positions, rotary_dim / 2): row p holds the frequencies of a sequence of p + 1 tokens."""
     dim, limit = rope.rotary_dim, rope.max_position_embeddings
-    lengths = torch.arange(1, num_positions + 1).clamp(min=limit)
+    lengths = torch.arange(1, num_positions + 1, device="cpu").clamp(min=limit)
     growth = (rope.factor * lengths / limit) - (rope.factor - 1)
     base = rope.theta * growth ** (dim / (dim - 2))
     return 1.0 / (base[:, None] ** _exponents(dim))
@@ -91,7 +91,7 @@ def _yarn(rope: RopeConfig) -> tuple[torch.Tensor, float]:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     keep = 1 - ramp
     powers = rope.theta ** _exponents(dim)
     frequencies = 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep

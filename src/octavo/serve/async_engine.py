@@ -231,7 +231,7 @@ class AsyncEngine:
             )
         if request_id in self._generations:
             raise RequestError(f"request_id {request_id!r} is already running; choose another")
-        self.check_room(1, num_tokens)
+        self.check_room(1, num_tokens, num_rows=params.n)
         generation = Generation(request_id, prompt, prompt_token_ids, self._abort, num_rows=params.n)
         if self._num_active == 0:
             self._heard_s = self._loop.time()
@@ -243,7 +243,7 @@ class AsyncEngine:
         self._generations[request_id] = generation
         self._num_active += 1
         self._idle.clear()
-        self._room.enter(num_tokens)
+        self._room.enter(request_id, num_tokens, self._rows_taken(params.n))
         if self.settings.request_timeout_s is not None:
             generation.timer = self._loop.call_later(
                 self.settings.request_timeout_s, self._time_out, generation
@@ -251,10 +251,9 @@ class AsyncEngine:
         self._listener.submitted(request_id, num_tokens)
         return generation
 
-    @property
-    def max_requests(self) -> int:
-        """Most requests that are ever taken at one moment: one in each row, and a full queue."""
-        return self.model.max_num_seqs + self.settings.max_waiting_requests
+    def max_requests(self, num_rows: int) -> int:
+        """Most requests of so many rows that are taken at one moment: those that run, and a full queue."""
+        return self.model.max_num_seqs // self._rows_taken(num_rows) + self.settings.max_waiting_requests
 
     def check_length(self, num_tokens: int) -> None:
         """RequestError when no prompt of so many tokens is ever taken.
@@ -279,14 +278,21 @@ class AsyncEngine:
             )
         return None
 
-    def check_room(self, num_requests: int, num_tokens: int) -> None:
-        """OverloadedError when the queue cannot take so many requests with so many prompt tokens now."""
-        num_rows = 0 if self._model is None else self._model.max_num_seqs
+    def check_room(self, num_requests: int, num_tokens: int, *, num_rows: int = 1) -> None:
+        """OverloadedError when the queue cannot take so many requests with so many prompt tokens now.
+
+        num_rows: rows of the engine that each of them needs.
+        """
+        num_free = 0 if self._model is None else max(0, self._model.max_num_seqs - self._num_rows_held)
         try:
-            self._room.check(num_requests, num_tokens, max(0, num_rows - self._num_rows_held))
+            self._room.check(num_requests, num_tokens, num_free, num_rows=self._rows_taken(num_rows))
         except OverloadedError:
             self._listener.refused("overloaded")
             raise
+
+    def _rows_taken(self, num_rows: int) -> int:
+        """One that wants more than there are takes them all until the engine refuses it."""
+        return num_rows if self._model is None else min(num_rows, self._model.max_num_seqs)
 
     # The page
 
@@ -463,7 +469,7 @@ class AsyncEngine:
     def _leave_queue(self, generation: Generation) -> None:
         if not generation.is_started:
             generation.is_started = True
-            self._room.leave(len(generation.prompt_token_ids))
+            self._room.leave(generation.request_id, len(generation.prompt_token_ids))
 
     def _end(self, generation: Generation) -> None:
         """It no longer counts, whatever the engine still has to say about it. Ending it twice is a no-op."""

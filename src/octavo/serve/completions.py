@@ -74,10 +74,12 @@ async def _encode(
 ) -> list[tuple[str | None, list[int]]]:
     """Each prompt's text, where it has one, and its ids."""
     prompts: list[Any] = [body.prompt] if _is_one(body.prompt) else list(body.prompt)
-    if len(prompts) > engine.max_requests:
+    num_rows = body.n or 1
+    if len(prompts) > (most := engine.max_requests(num_rows)):
+        each = "" if num_rows == 1 else f" with n={num_rows} each"
         raise ApiError(
             400,
-            f"prompt holds {len(prompts)} prompts; this server takes at most {engine.max_requests} at once "
+            f"prompt holds {len(prompts)} prompts{each}; this server takes at most {most} at once "
             "(max_num_seqs and max_waiting_requests); send fewer a request",
             param="prompt",
         )
@@ -106,7 +108,7 @@ async def _encode(
                 f"{settings.max_waiting_tokens} at once; send fewer prompts a request",
                 param="prompt",
             )
-        engine.check_room(len(prompts), num_tokens)  # all of them or none
+        engine.check_room(len(prompts), num_tokens, num_rows=num_rows)  # all of them or none
     texts = prompts if isinstance(prompts[0], str) else [None] * len(prompts)
     return list(zip(texts, all_ids, strict=True))
 

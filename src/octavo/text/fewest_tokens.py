@@ -8,7 +8,10 @@ in no entry more than m times is in n tokens at most m * n times.
 from __future__ import annotations
 
 import json
+import re
+import sys
 import unicodedata
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,15 +24,21 @@ if TYPE_CHECKING:
 
 _Counts = NDArray[np.int64]
 _PART_BYTES: Final = 2**20
+_PART_CHARACTERS: Final = 2**16
+# Letters of the common scripts, and ASCII: such a character neither joins what is before it nor moves there.
+_STARTS_AFRESH: Final = re.compile(
+    "[\0-\u02ff\u0370-\u0482\u05d0-\u05ea\u0620-\u064a\u0904-\u0939\u0e01-\u0e30"
+    "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3]"
+)
 _KEEPS_ALL: Final = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 
 class FewestTokens:
     """The bound for texts of one tokenizer; `of` says None where there is none that surely holds."""
 
-    def __init__(self, entries: list[bytes], dropped: bytes, normalizer: Any) -> None:
+    def __init__(self, entries: list[bytes], dropped: bytes, *, is_nfc: bool) -> None:
         self._dropped = dropped
-        self._normalizer = normalizer
+        self._is_nfc = is_nfc
         entries = [entry.translate(None, dropped) for entry in entries]
         self._longest = max(1, *map(len, entries))
         self._bytes, self._pairs = _most_in_one(entries)
@@ -53,15 +62,18 @@ class FewestTokens:
         entries += [one.content.encode() for one in added]
         # Bytes that the vocabulary lacks leave no token, and what is around them becomes neighbours.
         dropped = bytes(byte for char, byte in alphabet.items() if backend.model.token_to_id(char) is None)
-        return cls(entries, dropped, backend.normalizer)
+        return cls(entries, dropped, is_nfc=backend.normalizer is not None)
 
     def count(self, text: str) -> int:
-        """At least so many tokens has `text`; 0 where nothing can be said."""
-        # The normaliser makes texts shorter, part by part between added tokens.
-        is_normal = self._normalizer is None or text.isascii() or self._normalizer.normalize_str(text) == text
-        if not is_normal:
+        """At least so many tokens has `text`; 0 where nothing can be said, as of one that is no Unicode."""
+        try:
+            encoded = text.encode()
+        except UnicodeEncodeError:
             return 0
-        kept = text.encode(errors="replace").translate(None, self._dropped)
+        # The normaliser makes texts shorter, part by part between added tokens.
+        if self._is_nfc and not _stays_as_it_is(text):
+            return 0
+        kept = encoded.translate(None, self._dropped)
         if not kept:
             return 0
         data = np.frombuffer(kept, np.uint8)
@@ -79,6 +91,33 @@ class FewestTokens:
             int(num_pairs[never].sum()) + 1,
         ]
         return max(bounds)
+
+
+def _stays_as_it_is(text: str) -> bool:
+    """Whether NFC surely leaves it alone, by the tables of whatever version of Unicode.
+
+    What is normalised stays so in later versions, as far as its characters have been assigned; one without a
+    character is older than it, and takes it for one that joins nothing and moves nowhere.
+    """
+    if text.isascii():
+        return True
+    occurs = np.zeros(sys.maxunicode + 1, np.bool_)
+    # In parts, as each call keeps all other threads waiting.
+    for part in _parts(text):
+        if not unicodedata.is_normalized("NFC", part):
+            return False
+        occurs[np.frombuffer(part.encode("utf-32-le"), np.uint32)] = True
+    return all(unicodedata.category(chr(one)) != "Cn" for one in np.flatnonzero(occurs))
+
+
+def _parts(text: str) -> Iterator[str]:
+    """It is normalised if they are."""
+    start = 0
+    while start < len(text):
+        found = _STARTS_AFRESH.search(text, start + _PART_CHARACTERS)
+        end = len(text) if found is None else found.start()
+        yield text[start:end]
+        start = end
 
 
 def _is_byte_level(backend: Backend) -> bool:

@@ -3,8 +3,9 @@
 A module gets another class, not another attribute: so it is copied, pickled and replicated like any module,
 its hooks run, and nothing refers back to it. The subclass has the name of the class it is of.
 
-Every such forward is the module's own one where a kernel would not do: gradients are wanted, somebody looks
-on (`torch.compile`, `torch.func`, a dispatch mode), or tensors came that are not what the kernel is for.
+Every such forward is the module's own one where a kernel would not do: gradients are wanted, a norm or MLP
+trains, somebody looks on (`torch.compile`, `torch.func`, a dispatch mode), or tensors came that are not what
+the kernel is for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Module
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.activations import SiLUActivation
 
 from octavo.integrations.transformers.angles import ASKING, DTYPES, Rotate
@@ -97,6 +99,7 @@ def _norm(own: Callable[..., Any], epsilon: str) -> Callable[..., Any]:
             or x.dtype != weight.dtype
             or x.dtype not in DTYPES
             or x.device != weight.device
+            or self.training
             or is_watched()
             or needs_gradients(x, weight)
         ):
@@ -110,7 +113,9 @@ def _norm(own: Callable[..., Any], epsilon: str) -> Callable[..., Any]:
 def _mlp(own: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         x, modules = args[0] if len(args) == 1 and not kwargs else None, self._modules
-        if type(x) is not Tensor or is_watched() or not _is_unwatched_silu(modules["act_fn"]):
+        if type(x) is not Tensor or self.training or is_watched():  # some drop numbers in training
+            return own(self, *args, **kwargs)
+        if not _is_unwatched_silu(modules["act_fn"]):
             return own(self, *args, **kwargs)
         if torch.is_grad_enabled() and needs_gradients(x, *self.parameters()):
             return own(self, *args, **kwargs)
@@ -142,7 +147,12 @@ def is_silu(activation: Any) -> bool:
 
 
 def _is_unwatched_silu(activation: Any) -> bool:
-    return is_silu(activation) and not activation._forward_hooks and not activation._forward_pre_hooks
+    return is_silu(activation) and not (
+        activation._forward_hooks
+        or activation._forward_pre_hooks
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+    )
 
 
 def _attention(own: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any] | None:

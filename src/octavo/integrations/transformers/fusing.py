@@ -57,7 +57,11 @@ def fuse(model: nn.Module) -> Fused:
     Works with every attention implementation, on a CPU and on a GPU. Each kind of module is first tried with
     random numbers, beside its own forward; what differs by more than rounding is left alone, as are modules
     whose forward somebody else has replaced. Weights are neither copied nor changed. Where gradients are
-    wanted, and under `torch.compile`, modules go on running their own forward.
+    wanted, under `torch.compile`, `torch.func` and dispatch modes, modules run their own forward; norms and
+    MLPs in training, too.
+
+    What comes later is not tried: a rotary embedding whose angles have unequal halves, another forward of a
+    class. Call `unfuse`, and `fuse` again.
 
     The modules change in place, and only in their class; `unfuse` undoes it. On a model that is fused already
     nothing changes.
@@ -152,14 +156,13 @@ def _tried(
 def _try(model: nn.Module, module: nn.Module, kind: str, weight: Tensor) -> str | None:
     if fused_class(type(module), kind) is None:
         return "has a forward that cannot be given another rotary function"
-    device = weight.device
     for dtype in dict.fromkeys((weight.dtype, torch.float32)):  # half precision hides an error of 1 %
-        draw = _Draw(dtype, device)
+        draw = _Draw(dtype, weight.device)
         angles = _angles(model, draw) if kind == "rotary" else ()
         if isinstance(angles, str):
             return angles
         try:
-            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with torch.no_grad():
                 pairs = list(_turned(module, angles, draw) if kind == "rotary" else _run(module, kind, draw))
         except Exception as error:  # a module that is something else than it looks like
             if dtype is not weight.dtype:
@@ -183,11 +186,11 @@ class _Draw:
 
 
 def _run(module: nn.Module, kind: str, draw: _Draw) -> Iterator[tuple[Any, Any]]:
-    """What our forward and its own make of a norm or MLP like it; some drop numbers while training."""
+    """What our forward and its own make of a norm or MLP like it."""
     own: Any = type(module)
     probe, x = (_mlp if kind == "mlp" else _norm)(module, draw)
-    for probe.training in (False, True):
-        yield fused_class(own, kind).forward(probe, x), own.forward(probe, x)
+    probe.training = False
+    yield fused_class(own, kind).forward(probe, x), own.forward(probe, x)
 
 
 def _norm(module: nn.Module, draw: _Draw) -> tuple[nn.Module, Tensor]:

@@ -35,7 +35,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def _run(kernel: int, x: Tensor, width: int, *up: int) -> Tensor:
     rows = x.shape[0]
-    out = torch.empty((rows, width), dtype=x.dtype)
+    out = x.new_empty((rows, width))
     stride = x.stride(0) * x.element_size()
     parameters = (rows, width, x.data_ptr(), stride, out.data_ptr(), _ROWS_PER_TASK, *up)
     threads.run(kernel, parameters, parallel=out.numel() > _PARALLEL_ITEMS)

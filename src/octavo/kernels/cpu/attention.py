@@ -38,7 +38,8 @@ def _constants() -> tuple[int, int]:
     """Addresses of a row of zeros as wide as a tile, and of 0, 1, 2, ... as wide as a vector."""
     from octavo.kernels.cpu.attention_kernel import tile_columns
 
-    zeros, lane_numbers = torch.zeros(tile_columns()), torch.arange(float(host.vector_shape().lanes))
+    zeros = torch.zeros(tile_columns(), dtype=torch.float32, device="cpu")
+    lane_numbers = torch.arange(host.vector_shape().lanes, dtype=torch.float32, device="cpu")
     _kept.extend((zeros, lane_numbers))
     return zeros.data_ptr(), lane_numbers.data_ptr()
 
@@ -148,8 +149,8 @@ def _without_padding(
     block_size = k_cache.shape[1]
     kept = (cu_seqlens_k.diff() - leftpad).long()
     ends = kept.cumsum(0)
-    sequence = torch.repeat_interleave(torch.arange(len(kept)), kept)
-    position = torch.arange(len(sequence)) - (ends - kept)[sequence] + leftpad[sequence]
+    sequence = torch.repeat_interleave(torch.arange(len(kept), device="cpu"), kept)
+    position = torch.arange(len(sequence), device="cpu") - (ends - kept)[sequence] + leftpad[sequence]
     blocks, offsets = table.long()[sequence, position // block_size], position % block_size
     cu_seqlens_k = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
     return k_cache[blocks, offsets], v_cache[blocks, offsets], cu_seqlens_k

@@ -28,7 +28,7 @@ def grouped_linear(
 ) -> Tensor:
     """`out[targets[i]] = scale[i] * (x[sources[i]] @ w[e].T)`."""
     rows = x if sources is None else x.index_select(0, sources)
-    out = torch.empty((rows.shape[0], w.shape[1]))
+    out = rows.new_empty((rows.shape[0], w.shape[1]))
     _multiply(rows, w, offsets, out)
     if scale is not None:
         out *= scale[:, None]

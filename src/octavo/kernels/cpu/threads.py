@@ -97,7 +97,7 @@ def _scratch_address(size: int) -> int:
     """Memory of this thread, used again by its next call."""
     size += SCRATCH_ALIGNMENT
     if _scratch.buffer is None or _scratch.buffer.numel() < size:
-        _scratch.buffer = torch.empty(size, dtype=torch.uint8)
+        _scratch.buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
     return -(-_scratch.buffer.data_ptr() // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
 
 
