@@ -1,5 +1,6 @@
 """`fuse` where others are at work on the model, too: hooks, transforms, captures, parametrizations."""
 
+import functools
 import gc
 import io
 import sys
@@ -13,10 +14,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from octavo.integrations.transformers import angles, fuse, fused, unfuse
 
 IDS = torch.tensor(prompts(9))
+PLACES = torch.arange(9)[None]
 
 
 @pytest.fixture
@@ -38,6 +41,22 @@ def test_what_a_hook_learns_gets_its_gradients(layer):
     want = grad(False)
     assert want.norm() > 0.1
     torch.testing.assert_close(grad(True), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_checkpointing_has_the_same_gradients_to_the_bit(is_reentrant):
+    def grads(is_fused):
+        model = tiny_model("llama", "sdpa").train()
+        if is_fused:
+            fuse(model)
+        x = model.get_input_embeddings()(IDS)
+        run = functools.partial(checkpoint, use_reentrant=is_reentrant)
+        for layer in model.model.layers:
+            x = run(lambda x, layer=layer: layer(x, position_embeddings=model.model.rotary_emb(x, PLACES)), x)
+        model.model.norm(x).square().sum().backward()
+        return [p.grad for p in model.model.parameters()]
+
+    assert all(torch.equal(*pair) for pair in zip(grads(True), grads(False), strict=True))
 
 
 def test_products_of_another_layout_are_made_once(model):

@@ -3,9 +3,9 @@
 A module gets another class, not another attribute: so it is copied, pickled and replicated like any module,
 its hooks run, and nothing refers back to it. The subclass has the name of the class it is of.
 
-Every such forward is the module's own one where a kernel would not do: gradients are wanted, a norm or MLP
-trains, somebody looks on (`torch.compile`, `torch.func`, a dispatch mode), or tensors came that are not what
-the kernel is for.
+Every such forward is the module's own one where a kernel would not do: gradients are wanted, it is in
+training mode, somebody looks on (`torch.compile`, `torch.func`, a dispatch mode), or tensors came that are
+not what the kernel is for.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _attention(own: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[
         return None
 
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if is_watched():
+        if self.training or is_watched():
             return own(self, *args, **kwargs)
         ASKING.layer = id(self)
         return changed(self, *args, **kwargs)

@@ -57,8 +57,8 @@ def fuse(model: nn.Module) -> Fused:
     Works with every attention implementation, on a CPU and on a GPU. Each kind of module is first tried with
     random numbers, beside its own forward; what differs by more than rounding is left alone, as are modules
     whose forward somebody else has replaced. Weights are neither copied nor changed. Where gradients are
-    wanted, under `torch.compile`, `torch.func` and dispatch modes, modules run their own forward; norms and
-    MLPs in training, too.
+    wanted, in training mode, under `torch.compile`, `torch.func` and dispatch modes, modules run their own
+    forward.
 
     What comes later is not tried: a rotary embedding whose angles have unequal halves, another forward of a
     class. Call `unfuse`, and `fuse` again.
