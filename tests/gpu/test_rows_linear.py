@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.kernels import PackedWeight, linear, linear_onto, norm_linear, pack_weight
+from octavo.kernels.few_rows import most_rows
 
 BF16 = torch.bfloat16
 ROWS = [5, 8, 13, 16, 17, 32]
@@ -38,8 +39,10 @@ def test_equals_torch_in_float64(dtype: torch.dtype, shape: tuple[int, int], row
     exact = functional.linear(x.double(), weight.double(), bias.double())
     assert_within_budget(found, exact, functional.linear(x, weight, bias))
     total, rest = linear_onto(x, residual, packed, bias)
-    assert rest is None
-    assert torch.equal(total, found + residual)
+    is_ours = rows <= most_rows(width, depth)
+    assert is_ours or shape == (4096, 12288)
+    assert (rest is None) is is_ours
+    assert torch.equal(total, found + residual if is_ours else found)
     alone = torch.full_like(x, torch.nan)
     alone[-1] = x[-1]
     assert torch.equal(linear(alone, packed, bias)[-1], found[-1])
