@@ -51,7 +51,8 @@ def suits_few_rows(x: Tensor, w: PackedWeight) -> bool:
     It has no gradients, and code for every part of K: a deep weight would take long to compile.
     """
     return (
-        x.dim() == 2
+        w.form == "dense"
+        and x.dim() == 2
         and x.shape[0] <= FEW_ROWS
         and 0 < x.numel() <= _MOST_NUMBERS
         and (not x.is_cpu or backend.forced() == "triton")
@@ -62,7 +63,8 @@ def suits_few_rows(x: Tensor, w: PackedWeight) -> bool:
 def suits_many_rows(x: Tensor, w: PackedWeight, *, has_norm: bool = False) -> bool:
     """Whether the kernel for more than a few rows takes it. It has no gradients, either."""
     return (
-        x.dim() == 2
+        w.form == "dense"
+        and x.dim() == 2
         and FEW_ROWS < x.shape[0] <= MANY_ROWS
         and not x.is_cpu
         and _is_for_triton(x, w)
@@ -72,8 +74,7 @@ def suits_many_rows(x: Tensor, w: PackedWeight, *, has_norm: bool = False) -> bo
 
 def _is_for_triton(x: Tensor, w: PackedWeight) -> bool:
     return (
-        w.form == "dense"
-        and not x.requires_grad
+        not x.requires_grad
         and w.data.is_contiguous()
         and backend.implementation_of("few_rows_linear", x.device.type, x.dtype) == "triton"
     )
