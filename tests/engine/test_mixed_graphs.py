@@ -121,7 +121,7 @@ def test_buckets() -> None:
     assert token_buckets(16) == [4, 8, 16]
     assert token_buckets(9) == [4, 8, 9]
     assert token_buckets(1) == [1]
-    assert kept_bytes(9, 10) == 10 * (4 + 8 + 9)
+    assert kept_bytes(9, 10, 3, 7) == 10 * (4 + 8 + 9) + 2 * (3 + 1) * 7 * 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -249,8 +249,17 @@ def test_a_small_step_after_a_large_one_holds_nothing_of_it(
     both.outputs([{"max_tokens": 3, "logprobs": 0}] * 3, seed=5)
     batch, (ids, _, slots, cu_q, cu_k, _) = seen[-1]
     assert len(seen) > many
-    assert batch.metadata.block_table.shape[0] == 5
-    assert (ids[3:], slots[3:], cu_q, cu_k[3:]) == ([0], [-1], [0, 1, 2, 3, 4, 4], [cu_k[3]] * 3)
+    assert batch.metadata.block_table.shape[0] == 4
+    assert (ids[3:], slots[3:], cu_q, cu_k[3:]) == ([0], [-1], [0, 1, 2, 3, 4], [cu_k[3]] * 2)
+    assert both.num_eager_steps == 0
+
+
+def test_a_full_bucket_of_rows_has_no_padding(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Both(loaded, max_num_seqs=8, max_prefill_share=1.0)
+    seen = watched(mixed_graphs_of(both.engine), monkeypatch)
+    both.outputs([{"max_tokens": 12, "logprobs": 0, "ignore_eos": True}] * 8)
+    full = [parts for batch, parts in seen if batch.metadata.block_table.shape[0] == len(parts[0]) == 8]
+    assert [cu_q for _, _, slots, cu_q, _, _ in full if -1 not in slots].count(list(range(9))) > 2
     assert both.num_eager_steps == 0
 
 

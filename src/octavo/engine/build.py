@@ -229,7 +229,9 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, spec: KVCacheSpec) ->
                 if _has_mixed_graphs(config, loaded, spec):
                     assert config.max_num_batched_tokens is not None, "a config that build_engine resolved"
                     width = loaded.config.hidden_size * loaded.dtype.itemsize
-                    step_bytes += kept_bytes(config.max_num_batched_tokens, width)
+                    columns = -(-config.max_model_len // config.block_size)
+                    rows = _num_rows(config)
+                    step_bytes += kept_bytes(config.max_num_batched_tokens, width, rows, columns)
                 if sharing is not None:
                     step_bytes += parts_bytes(_num_rows(config), loaded.config.num_heads, spec.head_dim)
             if config.overlap:  # steps under way keep their logits, and perhaps a copy that options changed

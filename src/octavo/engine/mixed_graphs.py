@@ -55,9 +55,10 @@ def token_buckets(most_tokens: int) -> list[int]:
     return [*(size for size in _BUCKETS if size < most_tokens), most_tokens]
 
 
-def kept_bytes(most_tokens: int, bytes_per_token: int) -> int:
-    """What the graphs hold beside what a step takes: each its result, hidden states of that size."""
-    return sum(token_buckets(most_tokens)) * bytes_per_token
+def kept_bytes(most_tokens: int, bytes_per_token: int, num_rows: int, num_columns: int) -> int:
+    """What the graphs hold beside what a step takes: each its result, hidden states of that size, and all of
+    them block tables, in the order of rows and in that of a step."""
+    return sum(token_buckets(most_tokens)) * bytes_per_token + 2 * (num_rows + 1) * num_columns * 4
 
 
 class MixedGraphs:
@@ -147,9 +148,10 @@ class MixedGraphs:
 
     def _placed(self, host: HostBatch, bucket: int) -> Batch:
         num_rows = self._batches.num_rows
-        num_sequences = min(num_rows, bucket) + 1  # one of them for the padding
+        num_sequences = min(num_rows + 1, bucket)  # one of them for the padding, if there is some
         num_new = _padded(host.num_new, num_sequences, 0)
-        num_new[len(host.num_new)] = bucket - len(host.input_ids)
+        if num_spare := bucket - len(host.input_ids):
+            num_new[len(host.num_new)] = num_spare
         lengths = _padded(host.lengths, num_sequences, 0)
         parts = upload(
             [

@@ -198,6 +198,9 @@ def linear_onto(
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong.
     """
+    if residual is not None and residual.shape != (x.shape[0], w.shape[0]):
+        expected = f"of shape ({x.shape[0]}, {w.shape[0]})"
+        raise checks.wrong("linear_onto", "residual", expected, f"shape {tuple(residual.shape)}")
     if residual is None or residual.requires_grad or not few_rows.suits_many_rows(x, w):
         return linear(x, w, bias), residual
     return few_rows.product("linear_onto", x, w, bias, residual)[0], None
@@ -216,7 +219,8 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """What stands between two layers of a decoder: ``linear(rms_norm(x + residual), w, bias)``, and the sum.
 
-    One launch for a few rows on a GPU, where each launch is a good part of the time; else those functions.
+    One launch for rows as few as `few_rows.py` says on a GPU, where each launch is a good part of the time;
+    else those functions.
 
     Args:
         x, residual: (T, K) contiguous; residual may be None for 0.      norm_weight, eps: as in `rms_norm`.

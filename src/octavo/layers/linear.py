@@ -25,6 +25,8 @@ class Linear:
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual stream with this layer of x, as the two that `after_norm` takes and adds."""
+        if self.weight.form != "dense":
+            return self(x), residual
         return linear_onto(x, residual, self.weight, self.bias)
 
     def after_norm(

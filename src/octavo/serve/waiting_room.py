@@ -38,7 +38,7 @@ class WaitingRoom:
         """OverloadedError when so many requests with so many prompt tokens have no room now.
 
         `num_free_rows`: rows of the engine that nobody holds. Those in the queue that find theirs among them
-        go on at the next step, so that they wait for nobody and do not count. `num_rows`: what each of the
+        can go on at the next step, if there are blocks for them, and do not count. `num_rows`: what each of the
         requests needs. Among no others any number of tokens has room: a text's is only a guess, and must not
         be refused for ever.
         """
