@@ -415,7 +415,7 @@ def test_it_loads_no_torch():
 
 def test_a_model_list_that_is_none_is_told():
     refusal = [stub.whole("401 Unauthorized", b"{}")]
-    with stub_server(lambda path, body: refusal) as server, pytest.raises(ServerError, match="gave 401"):
+    with stub_server(lambda path, body: refusal) as server, pytest.raises(ServerError, match="gave 401.*give --api-key"):
         asyncio.run(only_model(target(server.base_url)))
     with pytest.raises(ServerError, match="is the server running there"):
         asyncio.run(only_model(target(server.base_url)))

@@ -382,7 +382,8 @@ async def only_model(target: Target) -> str:
     status, content, _ = await get(target.endpoint, "/models", target.all_headers)
     if status != 200:
         detail = content[:200].decode(errors="replace")
-        raise ServerError(f"GET {target.endpoint.url}/models gave {status}: {detail}; give --model")
+        way_out = "give --api-key" if status == 401 else "give --model"
+        raise ServerError(f"GET {target.endpoint.url}/models gave {status}: {detail}; {way_out}")
     try:
         name = json.loads(content)["data"][0]["id"]
     except (ValueError, KeyError, TypeError, IndexError):
