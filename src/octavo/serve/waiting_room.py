@@ -38,9 +38,9 @@ class WaitingRoom:
         """OverloadedError when so many requests with so many prompt tokens have no room now.
 
         `num_free_rows`: rows of the engine that nobody holds. Those in the queue that find theirs among them
-        can go on at the next step, if there are blocks for them, and do not count. `num_rows`: what each of the
-        requests needs. Among no others any number of tokens has room: a text's is only a guess, and must not
-        be refused for ever.
+        can go on at the next step, if there are blocks for them, and do not count. `num_rows`: what each of
+        the requests needs. Among no others any number of tokens has room: a text's is only a guess, and must
+        not be refused for ever.
         """
         settings = self._settings
         num_waiting = self.num_requests + self._num_texts
