@@ -48,6 +48,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "biased": {"num_heads": 14, "num_kv_heads": 2, "hidden_size": 896, "qkv_bias": True, "qk_norm": False},
     "large": {"num_heads": 16, "num_kv_heads": 8, "hidden_size": 2048, "intermediate_size": 6144},
     "wide": {"num_heads": 72, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 1024},
+    "float16": {"dtype": torch.float16, "cache_dtype": torch.float16, "num_heads": 16, "hidden_size": 1024},
+    "deep": {"num_heads": 28, "num_kv_heads": 4, "hidden_size": 3584, "intermediate_size": 18944},
+    "few sequences": {"max_num_seqs": 3, "hidden_size": 1024},
     "no groups": {"num_heads": 12, "num_kv_heads": 12},
     "windows": {"window_sizes": ((-1, -1), (1023, 0)), "softcap": 30.0, "sinks": True},
     "scales": {"cache_dtype": torch.int8, "scales": "token", "num_heads": 8, "num_kv_heads": 1},
@@ -218,8 +221,7 @@ def _layer(model: ModelShape, rows: int) -> None:
         x, residual = linear_onto(attended_rows, residual, weight(hidden, attended))
         y, residual = norm_linear(x, residual, norm, 1e-6, weight(2 * inner, hidden), gated=True)
         x, residual = linear_onto(y, residual, weight(hidden, inner))
-    if rows <= model.max_num_seqs:
-        linear(x, weight(model.vocab_size, hidden))
+    linear(x, weight(model.vocab_size, hidden))  # of as many rows, whatever max_num_seqs: prompt_logprobs
 
 
 def main(arch: int, names: list[str]) -> dict[str, Any]:

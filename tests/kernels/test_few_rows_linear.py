@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from octavo.errors import KernelArgumentError
 from octavo.kernels import backend, linear, norm_linear, pack_weight
-from octavo.kernels.few_rows import FEW_ROWS
+from octavo.kernels.few_rows import FEW_ROWS, suits_few_rows
 
 pytestmark = pytest.mark.rooms("triton", "reference")
 
@@ -151,6 +151,18 @@ def test_an_epsilon_that_is_none(implementation: str, rows: int, eps: float) -> 
     x = draw(rows, 48)
     with pytest.raises(KernelArgumentError, match="eps must be 0 or positive"):
         norm_linear(x, x, torch.ones(48), eps, pack_weight(draw(20, 48), "dense"))
+
+
+@pytest.mark.parametrize(
+    ("depth", "most"),
+    [(16_384, 4), (16_385, 2), (18_944, 2), (21_845, 2), (32_768, 2), (32_769, 1), (65_537, 0)],
+)
+def test_a_depth_is_for_all_rows_of_a_class_or_none(depth: int, most: int) -> None:
+    """Or what warm-up compiles for the largest of a class would not be what the others need."""
+    weight = pack_weight(torch.zeros(1, depth), "dense")
+    with backend.use("triton"):
+        taken = [rows for rows in range(6) if suits_few_rows(torch.zeros(rows, depth), weight)]
+    assert taken == list(range(1, most + 1))
 
 
 def test_a_weight_at_rest_gives_the_same(implementation: str) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.kernels.linear import PackedWeight
 
 FEW_ROWS = 4  # up to which a GPU's time for a product is that of reading the weight, and ours to save
-_MOST_NUMBERS = 1 << 16  # of x that the kernel for few rows takes
+_MOST_NUMBERS = 1 << 16  # of x, as of the most rows of its class, that the kernel for few rows takes
 MANY_ROWS = 32
 _ROWS_OF_LARGE = 8
 _LARGE = 1 << 23  # numbers; also what sets the launch parameters apart
@@ -53,8 +53,8 @@ def suits_few_rows(x: Tensor, w: PackedWeight) -> bool:
     return (
         w.form == "dense"
         and x.dim() == 2
-        and x.shape[0] <= FEW_ROWS
-        and 0 < x.numel() <= _MOST_NUMBERS
+        and 0 < x.shape[0] <= FEW_ROWS
+        and 0 < x.shape[1] << (x.shape[0] - 1).bit_length() <= _MOST_NUMBERS
         and (not x.is_cpu or backend.forced() == "triton")
         and _is_for_triton(x, w)
     )

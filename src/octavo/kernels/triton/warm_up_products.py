@@ -39,7 +39,8 @@ def jobs(model: ModelShape) -> Iterator[Callable[[], object]]:
             add(rows, model.intermediate_size, hidden, norm=True, gate=True)
             add(rows, hidden, model.intermediate_size)
         if model.vocab_size is not None:
-            add(min(rows, model.max_num_seqs), model.vocab_size, hidden)
+            # More than max_num_seqs, too: prompt_logprobs gives it more than any kernel of ours takes.
+            add(rows, model.vocab_size, hidden)
     for rows, width, depth, norm, gate, bias in found:
         yield functools.partial(_product, model, rows, width, depth, norm, gate, bias=bias)
     yield from _products_of_many(model, fused, attended)
@@ -52,26 +53,25 @@ def _products_of_many(model: ModelShape, fused: int, attended: int) -> Iterator[
     assert model.hidden_size is not None
     hidden, inner = model.hidden_size, model.intermediate_size
 
-    def is_ours(rows: int, width: int, depth: int, *, norm: bool = False) -> bool:
-        return is_for_many_rows(rows, (width, depth), model.device, model.dtype, has_norm=norm)
+    def is_ours(rows: int, width: int, depth: int) -> bool:
+        # Where the norm is not along (float16), the product behind it is ours by itself.
+        return is_for_many_rows(rows, (width, depth), model.device, model.dtype, has_norm=False)
 
     product, onto = functools.partial(_product, model), functools.partial(_product_onto, model)
-    sizes = [8, 16, MANY_ROWS]
-    for rows in sorted({min(size, model.max_num_batched_tokens) for size in sizes}):
+    for rows in sorted({min(size, model.max_num_batched_tokens) for size in (8, 16, MANY_ROWS)}):
         attention_adds = is_ours(rows, hidden, attended)
         mlp_adds = inner is not None and is_ours(rows, hidden, inner)
-        if is_ours(rows, fused, hidden, norm=True):
+        if is_ours(rows, fused, hidden):
             # The first layer has no residual, others have one where it was left.
             for left in {False, not mlp_adds}:
                 qkv = functools.partial(product, rows, fused, hidden, True, False, bias=model.qkv_bias)
                 yield functools.partial(qkv, has_residual=left)
         if attention_adds:
             yield functools.partial(onto, rows, hidden, attended)
-        if inner is not None and is_ours(rows, 2 * inner, hidden, norm=True):
+        if inner is not None and is_ours(rows, 2 * inner, hidden):
             yield functools.partial(product, rows, inner, hidden, True, True, has_residual=not attention_adds)
         if inner is not None and mlp_adds:
             yield functools.partial(onto, rows, hidden, inner)
-    for rows in sorted({min(size, model.max_num_seqs, model.max_num_batched_tokens) for size in sizes}):
         if model.vocab_size is not None and is_ours(rows, model.vocab_size, hidden):
             yield functools.partial(product, rows, model.vocab_size, hidden, False, False)
 
