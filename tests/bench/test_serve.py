@@ -415,9 +415,9 @@ def test_it_loads_no_torch():
 
 def test_a_model_list_that_is_none_is_told():
     refusal = [stub.whole("401 Unauthorized", b"{}")]
-    with stub_server(lambda path, body: refusal) as server:
-        with pytest.raises(ServerError, match=r"gave 401.*give --api-key"):
-            asyncio.run(only_model(target(server.base_url)))
+    way_out = pytest.raises(ServerError, match=r"gave 401.*give --api-key")
+    with stub_server(lambda path, body: refusal) as server, way_out:
+        asyncio.run(only_model(target(server.base_url)))
     with pytest.raises(ServerError, match="is the server running there"):
         asyncio.run(only_model(target(server.base_url)))
     with stub_server(lambda path, body: [stub.whole("200 OK", b'{"data": []}')]) as server:
