@@ -33,7 +33,7 @@ def mma_v2(a: Any, b: Any, acc: Any) -> Any:
 
 gluon = SimpleNamespace(jit=triton.jit)
 gl = SimpleNamespace(
-    constexpr=tl.constexpr, float32=tl.float32, int64=tl.int64, static_range=range,
+    constexpr=tl.constexpr, float32=tl.float32, int32=tl.int32, int64=tl.int64, static_range=range,
     arange=lambda *args, layout=None: tl.arange(*args),
     zeros=lambda *args, layout=None: tl.zeros(*args),
     load=lambda *args, **options: tl.load(*args, **options),

@@ -92,7 +92,6 @@ def rows_linear(
     share = gl.arange(0, SHARE, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))
     x_inner = (warp * SHARE)[:, None, None] + share[None, :, None]
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))
-    is_row = (rows < num_rows)[None, None, :]
     x_place = (gl.minimum(rows, num_rows - 1) * DEPTH)[None, None, :] + x_inner
     if PDL and AT_REST:
         gdc_wait()
@@ -105,7 +104,8 @@ def rows_linear(
         if RESIDUAL == IN_FRONT:
             values = values + _block(residual + x_place, step * BLOCK_K, x_inner, DEPTH, BLOCK_K, "")
             # Every program has the sum of x and residual; each block of it is written by one.
-            writes = is_row & (gl.program_id(0) == step % gl.num_programs(0))
+            is_mine = gl.program_id(0) == step % gl.num_programs(0)
+            writes = (rows < num_rows * is_mine.to(gl.int32))[None, None, :]
             if (step + 1) * BLOCK_K > DEPTH:
                 writes = writes & (step * BLOCK_K + x_inner < DEPTH)
             gl.store(new_residual + x_place + step * BLOCK_K, values, mask=writes)
