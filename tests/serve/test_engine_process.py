@@ -235,7 +235,7 @@ def test_who_asks_again_and_again_is_told_no_more_often(front, monkeypatch):
     front.thread.start()
     for is_slow in (False, True):
         if is_slow:
-            monkeypatch.setattr(engine_process, "OBSERVED_SHARE", 1e-9)
+            monkeypatch.setattr(engine_process, "OBSERVED_SHARE", 1e-15)
         began = time.perf_counter()
         front.send(Watch(True))
         seen = [front.receive()]

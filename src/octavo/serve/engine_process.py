@@ -61,6 +61,8 @@ COMPILING_PERIOD_S: Final = 0.005
 """How often an idle loop looks whether a grammar is compiled."""
 HEARTBEAT_S: Final = 0.25
 """How often the front hears that the loop turns while it has nothing else to tell."""
+LONGEST_WAIT_S: Final = 3600.0
+"""An idle loop looks up after that, whatever it waits for: epoll takes no more than 24 days at a time."""
 
 
 def main(sock: socket.socket, build: Build, config: EngineConfig) -> None:
@@ -183,7 +185,7 @@ class EngineLoop:
         if self._compiling:
             return COMPILING_PERIOD_S
         if self._is_observation_due:
-            return max(0.0, self._next_observed_s - time.perf_counter())
+            return min(max(0.0, self._next_observed_s - time.perf_counter()), LONGEST_WAIT_S)
         return None
 
     def _take(self, messages: list[ToEngine]) -> list[Request]:
