@@ -5,19 +5,26 @@ python bench/serve_cost.py       smollm2-135m, 64 requests of 64 to 128 tokens, 
 python bench/serve_cost.py MODEL --num-seqs 256 --engine gpu_memory_utilization=0.4
 
 Both engines are loaded once and stay; runs alternate, each pair with prompts of its own, so that neither
-finds the other's in a cache. Through HTTP every request is a stream of its own, and all are sent at once.
+finds the other's in a cache. Through HTTP every request is a stream of its own, and all are sent at once, by
+as many client processes as --clients says: what a client takes to read its streams is no cost of the server,
+and one process of them reads no faster than the server writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
+import multiprocessing
+import os
 import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +75,23 @@ class Offline:
         return float(num_tokens / elapsed_s)
 
 
+def joined(loads: Iterable[Load]) -> Load:
+    """One run of what several clients did beside each other, from the first one's start to the last answer.
+
+    Its `cpu_s` is that of the busiest: whether each kept up is what it is asked for. The times of an answer
+    stay those after its own client's start.
+    """
+    loads = list(loads)
+    started = min(load.started for load in loads)
+    return Load(
+        [answer for load in loads for answer in load.answers],
+        max(load.started + load.elapsed_s for load in loads) - started,
+        max(load.cpu_s for load in loads),
+        sum(load.num_connections for load in loads),
+        started,
+    )
+
+
 def checked(load: Load, calls: list[Call]) -> Load:
     """A run in which everything was answered in full; what is compared must be the same work."""
     failed = [answer for answer in load.answers if not answer.is_ok]
@@ -93,6 +117,10 @@ def main() -> int:
     parser.add_argument("--max-token-id", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
+        "--clients", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)),
+        help="processes that share out the requests; default: one for every 4 processors, at most 4",
+    )  # fmt: skip
+    parser.add_argument(
         "--engine", action="append", default=[], metavar="NAME=VALUE", help="an engine option; for both"
     )
     parser.add_argument("--json", type=Path, help="default: bench/results/<this machine>/serve-cost.json")
@@ -106,6 +134,9 @@ def main() -> int:
         running.callback(offline.process.kill)
         name = json.loads(server.get("/v1/models"))["data"][0]["id"]
         target = Target(Endpoint.parse(server.url), name, is_chat=False, timeout_s=RUN_S)
+        clients = running.enter_context(
+            ProcessPoolExecutor(options.clients, multiprocessing.get_context("spawn"))
+        )
         mix = Mix(
             Lengths.parse("--input-len", options.input_len),
             Lengths.parse("--output-len", options.output_len),
@@ -113,12 +144,17 @@ def main() -> int:
             as_text=False,
             max_token_id=options.max_token_id,
         )
+
+        def ask(calls: list[Call]) -> Load:
+            shares = [calls[i :: options.clients] for i in range(options.clients)]
+            return joined(clients.map(functools.partial(run_load, target), shares))
+
         pairs = []
         for turn in range(options.rounds + 1):
             calls = list(itertools.islice(mix.calls(turn), options.num_seqs))
             sides = {
                 "offline": lambda calls=calls: offline.run(calls),
-                "http": lambda calls=calls: summarise(checked(run_load(target, calls), calls)),
+                "http": lambda calls=calls: summarise(checked(ask(calls), calls)),
             }
             order = list(sides) if turn % 2 else list(reversed(sides))
             found = {side: sides[side]() for side in order}

@@ -8,6 +8,7 @@ import pytest
 from helpers.tiny_model import write_model_folder
 
 from octavo.bench.report import read_result
+from octavo.bench.serve import Answer, Load
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +30,9 @@ def test_the_cost_of_http(folder, tmp_path):
     engine = [f"--engine={option}" for option in ("load_format=dummy", "num_threads=1", "num_blocks=256")]
     lens = ("--input-len", "8", "--output-len", "uniform:8:24", "--max-token-id", "255")
     done, rows = run(
-        "serve_cost.py", tmp_path / "r.json", folder, "--num-seqs", "4", "--rounds", "1", *lens, *engine
-    )
+        "serve_cost.py", tmp_path / "r.json", folder, "--num-seqs", "4", "--rounds", "1", "--clients", "2",
+        *lens, *engine
+    )  # fmt: skip
     share = rows["through HTTP, of the offline engine"]
     assert share["floor"] == 90
     # A step of this model costs next to nothing, so that HTTP's share is large; the bound is for real ones.
@@ -40,6 +42,20 @@ def test_the_cost_of_http(folder, tmp_path):
     assert output["peers"]["offline"] > 0
     assert sorted(share["details"]) == ["pair 1"]
     assert "warm-up: offline" in done.stdout
+    assert "4 calls in" in done.stdout  # of both clients
+    assert ", 4 connections" in done.stdout
+
+
+def test_clients_beside_each_other_are_one_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from serve_cost import joined
+
+    first = Load([Answer(0.0, end_s=3.0)], elapsed_s=3.0, cpu_s=0.5, num_connections=2, started=100.0)
+    second = Load([Answer(0.0, end_s=4.0)], elapsed_s=4.0, cpu_s=0.9, num_connections=3, started=100.5)
+    run = joined([first, second])
+    assert run.answers == [*first.answers, *second.answers]
+    assert (run.started, run.elapsed_s) == (100.0, 4.5)  # from the first start to the last end
+    assert (run.cpu_s, run.num_connections) == (0.9, 5)
 
 
 def test_what_the_front_passes_on(folder, tmp_path):
