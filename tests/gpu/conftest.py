@@ -20,19 +20,24 @@ def _triton_room() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["decode", "prefill-hopper", "prefill-whole", "prefill-split"])
+@pytest.fixture(
+    params=["decode", "prefill-hopper", "prefill-hopper-split", "prefill-whole", "prefill-split"]
+)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels a call runs through: gives the name of a test's case, and forces the kernel in it.
 
-    hopper: the kernel of that architecture, where it fits the call. whole, split: the one for every GPU, with
-    the keys of a row in one program, or divided among 7. Other names are as they come.
+    hopper: the kernel of that architecture, where it fits the call; whole: the one for every GPU. The keys of a
+    row are in one program, or with split divided among 7. Other names are as they come.
     """
-    from octavo.kernels.triton import attention, prefill  # here: a machine without a GPU may have no Triton
+    # Here, since a machine without a GPU may have no Triton.
+    from octavo.kernels.triton import attention, prefill, prefill_hopper
 
-    name, _, kind = str(request.param).partition("-")
+    name, *kind = str(request.param).split("-")
     if kind:
-        monkeypatch.setattr(prefill, "_splits", lambda *_: 7 if kind == "split" else 1)
+        splits = 7 if "split" in kind else 1
+        monkeypatch.setattr(prefill, "_splits", lambda *_: splits)
+        monkeypatch.setattr(prefill_hopper, "splits_for", lambda *_: splits)
         monkeypatch.setattr(prefill, "suits", lambda *_: False)
-        if kind != "hopper":
+        if "hopper" not in kind:
             monkeypatch.setattr(attention, "_hopper", lambda: "not in this test")
     return name

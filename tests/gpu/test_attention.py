@@ -71,7 +71,7 @@ def test_a_batch_padded_with_sequences_of_no_tokens(path: str, spare: int) -> No
     prepare(replace(case, lens_q=lens_q, lens_k=lens_k), "cuda").check()
 
 
-@on("decode", "prefill-hopper", "prefill-whole", "mixed")
+@on("decode", "prefill-hopper", "prefill-hopper-split", "prefill-whole", "mixed")
 @pytest.mark.parametrize("name", ["full", "causal", "window", "everything"])
 def test_options_over_packed_keys(path: str, name: str) -> None:
     prepare(replace(PATHS[path], block_size=0, **OPTIONS[name]), "cuda").check()
@@ -104,7 +104,7 @@ def test_the_head_dims_of_most_models(path: str, head_dim: int, block_size: int)
 HEADS = [(8, 8), (4, 2), (6, 2), (8, 2), (5, 1), (14, 2), (8, 1), (32, 2), (71, 1), (28, 4), (9, 3), (64, 8)]
 
 
-@on("decode", "prefill-whole", "prefill-hopper")
+@on("decode", "prefill-whole", "prefill-hopper", "prefill-hopper-split")
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_every_head_ratio(path: str, heads: tuple[int, int]) -> None:
     prepare(replace(PATHS[path], heads=heads, head_dim=128 if heads[1] % 2 else 64), "cuda").check()
@@ -166,10 +166,11 @@ def test_one_long_among_many_short(path: str) -> None:
 @pytest.mark.parametrize("number", [1, 2, 5, 17, 60])
 def test_keys_divided_among_any_number_of_programs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From none to more than there are tiles of keys."""
-    from octavo.kernels.triton import decode, prefill
+    from octavo.kernels.triton import decode, prefill, prefill_hopper
 
     monkeypatch.setattr(decode, "num_processors", lambda *_: number)
     monkeypatch.setattr(prefill, "_splits", lambda *_: number)
+    monkeypatch.setattr(prefill_hopper, "splits_for", lambda *_: number)
     prepare(MIXED, "cuda").check()
     prepare(replace(MIXED, sinks=True, cache_dtype=FP8, scales="token"), "cuda").check()
 

@@ -182,27 +182,22 @@ def test_there_are_programs_enough_for_every_tile() -> None:
         lens = torch.randint(0, 40, (int(torch.randint(1, 30, (), generator=rng)),), generator=rng).tolist()
         group, block_m = 3, 16
         tiles_needed = sum(-(-n * group // block_m) for n in lens if n > tiles.SHORT)
-        most_long = prefill._most_long(sum(lens), len(lens))
+        most_long = prefill.most_long(sum(lens), len(lens))
         assert sum(n > tiles.SHORT for n in lens) <= most_long
-        assert tiles_needed <= prefill._most_tiles(sum(lens) * group, most_long, block_m)
+        assert tiles_needed <= prefill.most_tiles(sum(lens) * group, most_long, block_m)
 
 
 @pytest.mark.parametrize(
-    ("batch", "num_rows", "num_keys", "plain"),
+    ("heads", "num_rows", "num_keys", "plain"),
     [
-        (1, 512, 31232, True), (1, 256, 30976, True), (64, 64, 1088, True), (128, 32, 2080, True),
-        (1, 8192, 8192, False), (16, 1024, 1024, False), (1, 2048, 32768, False), (64, 128, 128, False),
-        (4, 512, 512, False), (1, 512, 512, False), (1, 2048, 2048, False),
+        (32, 64, 1088, True), (32, 32, 2080, True), (32, 64, 64, False), (32, 65, 2080, False),
+        (32, 128, 32768, False), (32, 2048, 32768, False), (8, 32, 2080, False),
     ],
 )  # fmt: skip
-def test_the_faster_kernel_of_two_is_chosen(
-    monkeypatch: pytest.MonkeyPatch, batch: int, num_rows: int, num_keys: int, plain: bool
-) -> None:
-    """As measured on an H200, 32 over 8 heads of 128."""
-    monkeypatch.setattr(prefill, "num_processors", lambda _: 132)
-    q = torch.empty(batch * num_rows, 32, 128, device="meta")
-    k = torch.empty(0, 16, 8, 128)
-    assert prefill.suits(q, k, batch, num_rows, num_keys) == plain
+def test_the_faster_kernel_of_two_is_chosen(heads: int, num_rows: int, num_keys: int, plain: bool) -> None:
+    """Over 8 KV heads: with as many query heads, tiles of both have one head."""
+    q = torch.empty(num_rows, heads, 128, device="meta")
+    assert prefill.suits(q, torch.empty(0, 16, 8, 128), num_rows, num_keys) == plain
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 8, 12])

@@ -233,3 +233,27 @@ def test_softmax_runs_beside_the_product(case: str, compiled: dict[str, dict[str
         beside, found, after_product = after_scores.partition("WARPGROUP.DEPBAR.LE gsb0, 0x0")
         assert found
         assert beside.count("MUFU.EX2") > 9 * after_product.count("MUFU.EX2")
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_rows", "num_heads", "num_keys", "splits"),
+    [
+        (1, 128, 32, 32768, 4),  # 128 programs for 132 processors
+        (1, 256, 32, 32768, 2),
+        (1, 300, 32, 32768, 4),  # 96 tiles: 2 turns would be half empty at the end, 3 are full
+        (1, 512, 32, 32768, 1),
+        (1, 128, 16, 32768, 8),
+        (1, 128, 1, 32768, 58),  # 64 at most, of 512 keys; 58 are nearly as good
+        (1, 128, 16, 1024, 2),
+        (4, 512, 16, 4096, 1),  # up to 7 tiles: 112 programs, which no number fills better
+        (1, 128, 16, 1000, 1),  # fewer keys than two splits should have, or than 8 times the rows
+        (1, 1024, 16, 8191, 1),
+        (1, 8192, 32, 65536, 1),  # tiles enough
+    ],
+)
+def test_keys_are_divided_where_tiles_are_few(
+    monkeypatch: pytest.MonkeyPatch, batch: int, num_rows: int, num_heads: int, num_keys: int, splits: int
+) -> None:
+    monkeypatch.setattr(prefill_hopper, "num_processors", lambda _: 132)
+    q = torch.empty(num_rows, num_heads, 128, device="meta")
+    assert prefill_hopper.splits_for(q, batch, -(-num_rows // batch), num_keys) == splits

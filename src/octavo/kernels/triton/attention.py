@@ -71,7 +71,7 @@ def _attend_long(
     )  # fmt: skip
     fits = (
         not isinstance(hopper, str)
-        and not prefill.suits(q, k, cu_seqlens_q.shape[0] - 1, longest, max_seqlen_k)
+        and not prefill.suits(q, k, longest, max_seqlen_k)
         and hopper.supports_hopper(
             q, k, v, max_seqlen_q=longest, **{name: options[name] for name in asked}
         ) is None

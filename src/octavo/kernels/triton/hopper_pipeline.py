@@ -139,8 +139,8 @@ def _copy_tile(ring, count, desc, rows, column):
 @gluon.jit
 def _produce(
     plan, q_desc, k_desc, v_desc, cu_seqlens_q, cu_seqlens_k, block_table, counter,
-    batch, table_stride, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_COLUMNS: gl.constexpr,
-    BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    batch, num_splits, table_stride, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_COLUMNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = plan.k.slots.shape[1]
     BOX: gl.constexpr = k_desc.block_type.shape[0]
@@ -149,10 +149,11 @@ def _produce(
     sent = 0
     num_tiles = _count_tiles(cu_seqlens_q, batch)
     work = gl.atomic_add(counter, 1, sem="relaxed")
-    while work < num_tiles * NUM_HEADS:
+    while work < num_tiles * NUM_HEADS * num_splits:
         # Long tiles first, and heads of a group one after the other: they read the same keys.
         head = work % NUM_HEADS
-        tile = num_tiles - 1 - work // NUM_HEADS
+        split = work // NUM_HEADS % num_splits
+        tile = num_tiles - 1 - work // NUM_HEADS // num_splits
         b = _find_sequence(cu_seqlens_q, batch, tile)
         q_start = gl.load(cu_seqlens_q + b)
         q_len = gl.load(cu_seqlens_q + b + 1) - q_start
@@ -168,8 +169,11 @@ def _produce(
             if plan.HAS_LEFT:
                 low = gl.minimum(gl.maximum(row + k_len - q_len - plan.left, 0), gl.maximum(k_len - 1, 0))
             first = low // BLOCK_N
-            end = gl.maximum(gl.maximum(high + BLOCK_N - 1, 0) // BLOCK_N, first)
-            send(plan.notes, sent, head, row, q_start, q_len, k_len, low, first, end)
+            count_all = gl.maximum(gl.maximum(high + BLOCK_N - 1, 0) // BLOCK_N - first, 0)
+            end = first + count_all * (split + 1) // num_splits
+            first += count_all * split // num_splits
+            part = split * NUM_HEADS + head
+            send(plan.notes, sent, part, row, q_start, q_len, k_len, low, first, end)
             sent += 1
             if end > first:
                 for i in gl.static_range(2):
@@ -208,15 +212,18 @@ def _produce(
 
 
 @gluon.jit
-def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_head):
+def _consume(
+    plan, WARPGROUP: gl.constexpr, out, lse, partial_acc, partial_sums, lse_stride, out_row, out_head,
+    num_rows, num_splits, NUM_HEADS: gl.constexpr,
+):  # fmt: skip
     BLOCK_N: gl.constexpr = plan.k.slots.shape[1]
     D: gl.constexpr = plan.k.slots.shape[2]
     ROWS: gl.constexpr = gl.SliceLayout(1, plan.S_LAYOUT)
     count = 0
     num_q = WARPGROUP
     received = 0
-    head, row, q_start, q_len, k_len, low, first, end = receive(plan.notes, received)
-    while head >= 0:
+    part, row, q_start, q_len, k_len, low, first, end = receive(plan.notes, received)
+    while part >= 0:
         row += WARPGROUP * 64
         position = row + k_len - q_len  # of the first row, among the keys
         acc = gl.zeros([64, D], gl.float32, layout=plan.O_LAYOUT)
@@ -264,9 +271,15 @@ def _consume(plan, WARPGROUP: gl.constexpr, out, lse, lse_stride, out_row, out_h
             acc = warpgroup_mma_wait(0, deps=(acc,))
             plan.v.release(count - 1)
         total = gl.convert_layout(gl.sum(sums, 1), ROWS)
-        _store(plan, acc, high, total, out, lse, head, row, q_start, q_len, lse_stride, out_row, out_head)
+        if num_splits > 1:
+            place = ((part // NUM_HEADS).to(gl.int64) * num_rows + q_start + row) * NUM_HEADS + part % NUM_HEADS
+            _store_part(plan, acc, high, total, partial_acc, partial_sums, place, q_len - row, NUM_HEADS)
+        else:
+            _store(
+                plan, acc, high, total, out, lse, part, row, q_start, q_len, lse_stride, out_row, out_head
+            )
         received += 1
-        head, row, q_start, q_len, k_len, low, first, end = receive(plan.notes, received)
+        part, row, q_start, q_len, k_len, low, first, end = receive(plan.notes, received)
 
 
 @gluon.jit
@@ -367,6 +380,26 @@ def _clear_rows(v, first, end):
 
 
 @gluon.jit
+def _store_part(
+    plan, acc, high, total, partial_acc, partial_sums, place, num_rows, NUM_HEADS: gl.constexpr
+):
+    """What these keys alone come to, as `prefill.py` merges it. Written from where it lies: there is no room
+    in shared memory to put so many float32 in order.
+    """
+    D: gl.constexpr = acc.shape[1]
+    scale = plan.scale
+    if plan.HAS_CAP:
+        scale = 1.0
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, plan.O_LAYOUT))[:, None]
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, plan.O_LAYOUT))[None, :]
+    gl.store(partial_acc + (place + rows * NUM_HEADS) * D + columns, acc, mask=rows < num_rows)
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, plan.S_LAYOUT))
+    sums = partial_sums + (place + rows * NUM_HEADS) * 2
+    gl.store(sums, high * scale, mask=rows < num_rows)
+    gl.store(sums + 1, total, mask=rows < num_rows)
+
+
+@gluon.jit
 def _store(plan, acc, high, total, out, lse, head, row, q_start, q_len, lse_stride, out_row, out_head):
     D: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
@@ -392,18 +425,25 @@ def _store(plan, acc, high, total, out, lse, head, row, q_start, q_len, lse_stri
 
 @direct
 @gluon.jit(
-    do_not_specialize=["batch", "left", "right", "table_stride", "lse_stride"],
+    do_not_specialize=[
+        "batch", "num_rows", "num_splits", "left", "right", "table_stride", "lse_stride"
+    ],
     do_not_specialize_on_alignment=["lse", "cu_seqlens_q", "cu_seqlens_k", "block_table", "counter"],
 )
 def attend(
-    q_desc, k_desc, v_desc, out, lse, cu_seqlens_q, cu_seqlens_k, block_table, counter,
-    batch, left, right, scale, cap, table_stride, lse_stride, out_row, out_head,
+    q_desc, k_desc, v_desc, out, lse, partial_acc, partial_sums,
+    cu_seqlens_q, cu_seqlens_k, block_table, counter, batch, num_rows, num_splits,
+    left, right, scale, cap, table_stride, lse_stride, out_row, out_head,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_COLUMNS: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_CAP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of a packed batch. `counter`: one 0. HEAD_COLUMNS: of q, k and v; BLOCK_ROWS: of k and v."""
+    """All tiles of a packed batch. `counter`: one 0. HEAD_COLUMNS: of q, k and v; BLOCK_ROWS: of k and v.
+
+    The keys of a tile are divided among `num_splits`; from two on the partials of each are written, in place
+    of `out` and `lse`: partial_acc (splits, num_rows, heads, D) and partial_sums (splits, num_rows, heads, 2).
+    """
     q = new_ring(q_desc.dtype, [2, 64, HEAD_DIM], TILE_LAYOUT, READERS=1)
     k = new_ring(q_desc.dtype, [SLOTS, BLOCK_N, HEAD_DIM], TILE_LAYOUT, READERS=2)
     v = new_ring(q_desc.dtype, [SLOTS, BLOCK_N, HEAD_DIM], TILE_LAYOUT, READERS=2)
@@ -415,11 +455,17 @@ def attend(
     plan = Plan(q, k, v, notes, turns, left, right, scale, cap, HAS_LEFT, HAS_RIGHT, HAS_CAP)
     gl.warp_specialize(
         [
-            (_consume, (plan, 0, out, lse, lse_stride, out_row, out_head)),
-            (_consume, (plan, 1, out, lse, lse_stride, out_row, out_head)),
+            (_consume, (
+                plan, 0, out, lse, partial_acc, partial_sums, lse_stride, out_row, out_head,
+                num_rows, num_splits, NUM_HEADS,
+            )),
+            (_consume, (
+                plan, 1, out, lse, partial_acc, partial_sums, lse_stride, out_row, out_head,
+                num_rows, num_splits, NUM_HEADS,
+            )),
             (_produce, (
                 plan, q_desc, k_desc, v_desc, cu_seqlens_q, cu_seqlens_k, block_table, counter,
-                batch, table_stride, NUM_HEADS, GROUP, HEAD_COLUMNS, BLOCK_ROWS, BLOCK_SIZE, KEYS,
+                batch, num_splits, table_stride, NUM_HEADS, GROUP, HEAD_COLUMNS, BLOCK_ROWS, BLOCK_SIZE, KEYS,
             )),
         ],
         worker_num_warps=[4, 1],

@@ -273,19 +273,17 @@ def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | 
     """Both launches, on the `arguments` of a call; `given` None: batch-invariant."""
     facts = with_scales_applied(facts)
     q, num_kv_heads = facts["q"], facts["NUM_KV_HEADS"]
-    num_rows, num_heads, head_dim = q.shape
-    num_long = _most_long(num_rows, facts["batch"])
+    num_rows, _, head_dim = q.shape
+    num_long = most_long(num_rows, facts["batch"])
     if num_long == 0:
         return
     chosen = given or invariant_tile(facts)
     options = {name: value for name, value in chosen.items() if value}  # no maxnreg is no option, not 0
-    num_tiles = _most_tiles(num_rows * facts["GROUP"], num_long, chosen["BLOCK_M"])
+    num_tiles = most_tiles(num_rows * facts["GROUP"], num_long, chosen["BLOCK_M"])
     splits = _splits(num_tiles * num_kv_heads, max_seqlen_k, chosen, q.device) if given else 1
     partial_acc = partial_sums = None
     if splits > 1:
-        shape = (splits, num_rows, num_heads)
-        partial_acc = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-        partial_sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+        partial_acc, partial_sums = partials(q, splits)
     _prefill[(num_tiles * num_kv_heads * splits,)](
         **facts, partial_acc=partial_acc, partial_sums=partial_sums,
         num_rows=num_rows, num_tiles=num_tiles, num_splits=splits,
@@ -293,13 +291,34 @@ def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | 
         INVARIANT=given is None, SPLIT=splits > 1,
         SAME_STRIDES=facts["k"].stride() == facts["v"].stride(), **options,
     )  # fmt: skip
-    if splits > 1:
-        num_tiles = _most_tiles(num_rows * facts["GROUP"], num_long, _COMBINED_ROWS)
-        _combine[(num_tiles * num_kv_heads,)](
-            **{name: facts[name] for name in _COMBINE_FACTS}, partial_acc=partial_acc,
-            partial_sums=partial_sums, num_rows=num_rows, num_tiles=num_tiles, num_splits=splits,
-            BLOCK_M=_COMBINED_ROWS, num_warps=2,
-        )  # fmt: skip
+    if partial_acc is not None and partial_sums is not None:
+        combine(facts, partial_acc, partial_sums)
+
+
+def partials(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Memory for what `combine` takes."""
+    shape = (splits, *q.shape[:2])
+    return (
+        torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device),
+        torch.empty((*shape, 2), dtype=torch.float32, device=q.device),
+    )
+
+
+def combine(facts: dict[str, Any], partial_acc: Tensor, partial_sums: Tensor) -> None:
+    """Fill `out` and `lse` from the partials of each split: of a row's keys those that it saw.
+
+    partial_acc: (splits, Tq, H, D) float32, sums of weights times values.
+    partial_sums: (splits, Tq, H, 2) float32, the largest score, in base 2, and the sum of the weights; -inf
+        and 0 where a split has no key of the row. Sequences of at most SHORT rows are left out.
+    """
+    splits, num_rows = partial_acc.shape[:2]
+    num_long = most_long(num_rows, facts["batch"])
+    num_tiles = most_tiles(num_rows * facts["GROUP"], num_long, _COMBINED_ROWS)
+    _combine[(num_tiles * facts["NUM_KV_HEADS"],)](
+        **{name: facts[name] for name in _COMBINE_FACTS}, partial_acc=partial_acc,
+        partial_sums=partial_sums, num_rows=num_rows, num_tiles=num_tiles, num_splits=splits,
+        BLOCK_M=_COMBINED_ROWS, num_warps=2,
+    )  # fmt: skip
 
 
 _COMBINED_ROWS = 4
@@ -309,18 +328,13 @@ _COMBINE_FACTS = (
 )  # fmt: skip
 
 
-def suits(q: Tensor, k: Tensor, batch: int, max_seqlen_q: int, max_seqlen_k: int) -> bool:
+def suits(q: Tensor, k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> bool:
     """Whether this kernel is the better one on a Hopper, too: for few rows over many keys.
 
-    Its tiles hold all query heads of a KV head, so that few tokens fill them, and it divides keys; the other
-    one has tiles of 128 tokens and one head. By measurement, for a past of 8 times the rows and more.
+    Its tiles hold all query heads of a KV head, so that few tokens fill them; those of the other one are 128
+    tokens of one head. By measurement, for a past of 8 times the rows and more.
     """
-    if max_seqlen_k < 8 * max_seqlen_q:
-        return False
-    if max_seqlen_q <= 64 and q.shape[1] > k.shape[-2]:
-        return True
-    num_tiles = _most_tiles(q.shape[0], _most_long(q.shape[0], batch), 128)
-    return num_tiles * q.shape[1] <= num_processors(q.device)
+    return max_seqlen_q <= 64 and max_seqlen_k >= 8 * max_seqlen_q and q.shape[1] > k.shape[-2]
 
 
 def _parameters(q: Tensor, k: Tensor, block_size: int, token_scales: bool) -> Mapping[str, int]:
@@ -366,12 +380,12 @@ def _point(block_m: int, block_n: int, num_warps: int, num_stages: int, maxnreg:
     }  # fmt: skip
 
 
-def _most_long(num_rows: int, batch: int) -> int:
+def most_long(num_rows: int, batch: int) -> int:
     """How many sequences of more than SHORT rows there can be."""
     return min(batch, num_rows // (tiles.SHORT + 1))
 
 
-def _most_tiles(rows: int, sequences: int, block_m: int) -> int:
+def most_tiles(rows: int, sequences: int, block_m: int) -> int:
     """The number of tiles of `rows` in `sequences`, whatever their lengths."""
     return (rows + sequences * (block_m - 1)) // block_m
 

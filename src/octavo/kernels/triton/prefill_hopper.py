@@ -14,13 +14,15 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from octavo.kernels.triton import hopper_pipeline as pipeline
-from octavo.kernels.triton import is_interpreted
-from octavo.kernels.triton.attention_arguments import FAR, block_size_of, num_processors
+from octavo.kernels.triton import is_interpreted, prefill
+from octavo.kernels.triton.attention_arguments import FAR, arguments, block_size_of, num_processors
 
 _OLDEST, _NEWEST = (3, 6), (3, 9)  # of Triton, that the tests compile it with: Gluon's names still move
 # By head_dim: keys in a tile, and tiles of K and of V in shared memory.
 _TILES = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
 _FEW_ROWS = 96  # of a tile's 128, which are of one head: fewer, and most of the products are for nothing
+_LEAST_KEYS = 512  # in a split: fewer are done before the partials are merged
+_MOST_TURNS = 4  # of the processors, for tiles that are divided: what they leave to merge is written and read
 _LEAST_BOX = 8  # rows of a TMA box: the swizzled layout repeats after so many
 
 
@@ -154,10 +156,13 @@ def prefill_attention(
     if softcap > 0:
         scale, cap = 2 * scale / softcap, softcap * math.log2(math.e)
     most_tiles = num_rows // pipeline.BLOCK_M.value + batch
-    pipeline.attend[(min(most_tiles * num_heads, num_processors(q.device)),)](
+    splits = splits_for(q, batch, max_seqlen_q, max_seqlen_k)
+    partial_acc, partial_sums = prefill.partials(q if splits > 1 else q[:0], splits)
+    pipeline.attend[(min(most_tiles * num_heads * splits, num_processors(q.device)),)](
         _as_matrix(q, 64), _as_matrix(k, box_rows), _as_matrix(v, box_rows), out, lse,
-        cu_seqlens_q, cu_seqlens_k, block_table, torch.zeros(1, dtype=torch.int32, device=q.device),
-        batch, min(left, FAR), min(right, FAR), scale, cap,
+        partial_acc, partial_sums, cu_seqlens_q, cu_seqlens_k, block_table,
+        torch.zeros(1, dtype=torch.int32, device=q.device),
+        batch, num_rows, splits, min(left, FAR), min(right, FAR), scale, cap,
         block_table.stride(0), 0 if lse is None else lse.stride(0), out.stride(0), out.stride(1),
         NUM_HEADS=num_heads, GROUP=num_heads // k.shape[-2], HEAD_DIM=head_dim,
         HEAD_COLUMNS=(q.stride(1), k.stride(-2), v.stride(-2)),
@@ -165,3 +170,32 @@ def prefill_attention(
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_CAP=softcap > 0,
         BLOCK_N=block_n, SLOTS=slots, num_warps=4,
     )  # fmt: skip
+    if splits > 1:
+        facts = arguments(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, softcap=softcap, alibi_slopes=None, sinks=None, block_table=None,
+            out=out, lse=lse, k_scale=None, v_scale=None, leftpad=None,
+        )  # fmt: skip
+        prefill.combine(facts, partial_acc, partial_sums)
+
+
+def splits_for(q: Tensor, batch: int, max_seqlen_q: int, max_seqlen_k: int) -> int:
+    """Among how many programs the keys of a tile are divided: 1 where there are tiles enough for the GPU.
+
+    The fewest for which the processors' last turn is nearly as full as it can be. Only where keys are many
+    times the rows: in a prompt by itself the tiles are of all lengths, and a split would have few keys.
+    """
+    most = max_seqlen_k // _LEAST_KEYS
+    num_long = prefill.most_long(q.shape[0], batch)
+    num_tiles = prefill.most_tiles(q.shape[0], num_long, pipeline.BLOCK_M.value) * q.shape[1]
+    processors = num_processors(q.device)
+    if max_seqlen_k < 8 * max_seqlen_q or most < 2 or not 0 < num_tiles <= processors:
+        return 1
+
+    def usage(splits: int) -> float:
+        programs = num_tiles * splits
+        return programs / (-(-programs // processors) * processors)
+
+    choices = range(1, min(most, _MOST_TURNS * processors // num_tiles) + 1)
+    enough = 0.9 * max(map(usage, choices))
+    return next(splits for splits in choices if usage(splits) >= enough)
