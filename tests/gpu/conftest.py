@@ -20,9 +20,7 @@ def _triton_room() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(
-    params=["decode", "prefill-hopper", "prefill-hopper-split", "prefill-whole", "prefill-split"]
-)
+@pytest.fixture(params=["decode", "prefill-hopper", "prefill-hopper-split", "prefill-whole", "prefill-split"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels a call runs through: gives the name of a test's case, and forces the kernel in it.
 

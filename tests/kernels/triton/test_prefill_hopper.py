@@ -242,6 +242,7 @@ def test_softmax_runs_beside_the_product(case: str, compiled: dict[str, dict[str
         (1, 256, 32, 32768, 2),
         (1, 300, 32, 32768, 4),  # 96 tiles: 2 turns would be half empty at the end, 3 are full
         (1, 512, 32, 32768, 1),
+        (1, 700, 32, 32700, 2),  # 192 tiles: half of the second turn would be empty
         (1, 128, 16, 32768, 8),
         (1, 128, 1, 32768, 58),  # 64 at most, of 512 keys; 58 are nearly as good
         (1, 128, 16, 1024, 2),

@@ -272,12 +272,12 @@ def _consume(
             plan.v.release(count - 1)
         total = gl.convert_layout(gl.sum(sums, 1), ROWS)
         if num_splits > 1:
-            place = ((part // NUM_HEADS).to(gl.int64) * num_rows + q_start + row) * NUM_HEADS + part % NUM_HEADS
+            place = (
+                (part // NUM_HEADS).to(gl.int64) * num_rows + q_start + row
+            ) * NUM_HEADS + part % NUM_HEADS
             _store_part(plan, acc, high, total, partial_acc, partial_sums, place, q_len - row, NUM_HEADS)
         else:
-            _store(
-                plan, acc, high, total, out, lse, part, row, q_start, q_len, lse_stride, out_row, out_head
-            )
+            _store(plan, acc, high, total, out, lse, part, row, q_start, q_len, lse_stride, out_row, out_head)
         received += 1
         part, row, q_start, q_len, k_len, low, first, end = receive(plan.notes, received)
 
@@ -380,9 +380,7 @@ def _clear_rows(v, first, end):
 
 
 @gluon.jit
-def _store_part(
-    plan, acc, high, total, partial_acc, partial_sums, place, num_rows, NUM_HEADS: gl.constexpr
-):
+def _store_part(plan, acc, high, total, partial_acc, partial_sums, place, num_rows, NUM_HEADS: gl.constexpr):
     """What these keys alone come to, as `prefill.py` merges it. Written from where it lies: there is no room
     in shared memory to put so many float32 in order.
     """
@@ -425,9 +423,7 @@ def _store(plan, acc, high, total, out, lse, head, row, q_start, q_len, lse_stri
 
 @direct
 @gluon.jit(
-    do_not_specialize=[
-        "batch", "num_rows", "num_splits", "left", "right", "table_stride", "lse_stride"
-    ],
+    do_not_specialize=["batch", "num_rows", "num_splits", "left", "right", "table_stride", "lse_stride"],
     do_not_specialize_on_alignment=["lse", "cu_seqlens_q", "cu_seqlens_k", "block_table", "counter"],
 )
 def attend(

@@ -185,17 +185,17 @@ def splits_for(q: Tensor, batch: int, max_seqlen_q: int, max_seqlen_k: int) -> i
     The fewest for which the processors' last turn is nearly as full as it can be. Only where keys are many
     times the rows: in a prompt by itself the tiles are of all lengths, and a split would have few keys.
     """
-    most = max_seqlen_k // _LEAST_KEYS
     num_long = prefill.most_long(q.shape[0], batch)
     num_tiles = prefill.most_tiles(q.shape[0], num_long, pipeline.BLOCK_M.value) * q.shape[1]
     processors = num_processors(q.device)
-    if max_seqlen_k < 8 * max_seqlen_q or most < 2 or not 0 < num_tiles <= processors:
+    most = min(max_seqlen_k // _LEAST_KEYS, _MOST_TURNS * processors // max(1, num_tiles))
+    if max_seqlen_k < 8 * max_seqlen_q or most < 2:
         return 1
 
     def usage(splits: int) -> float:
         programs = num_tiles * splits
         return programs / (-(-programs // processors) * processors)
 
-    choices = range(1, min(most, _MOST_TURNS * processors // num_tiles) + 1)
+    choices = range(1, most + 1)
     enough = 0.9 * max(map(usage, choices))
     return next(splits for splits in choices if usage(splits) >= enough)
