@@ -153,3 +153,26 @@ def test_sequences_for_the_sampler() -> None:
     assert [seq.token_ids for seq in found] == [[0]] * 3
     assert all(seq.params is params for seq in found)
     assert [seq.seed for seq in found] == [0, 1, 2]
+
+
+def test_rows_of_a_prompt_come_to_the_head_aligned_as_any_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compiled apart for tensors that begin elsewhere; rows of 200 bytes, as here, often do."""
+    loaded = load_model(saved(tiny_hf_model("qwen3", hidden_size=50), tmp_path), dtype="float32")
+    sizes: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 3}
+    engine = build_engine(EngineConfig(model="m", max_num_batched_tokens=64, **sizes), loaded, None)
+    starts: list[int] = []
+    head = type(loaded.model).compute_logits
+
+    def watched(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        starts.append(hidden.data_ptr() % 16)
+        return head(model, hidden)
+
+    monkeypatch.setattr(type(loaded.model), "compute_logits", watched)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    requests = [engine.add_request(range(1, length), params) for length in (4, 6, 8)]
+    while engine.has_work:
+        engine.step()
+    assert [len(request.prompt_logprobs or []) for request in requests] == [3, 5, 7]
+    assert starts == [0] * 4

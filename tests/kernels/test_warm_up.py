@@ -58,7 +58,7 @@ def test_batches_are_the_smallest_of_each_class(num_seqs: int, num_tokens: int, 
     shape = model_shape(CPU, max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
     assert shape.batch_sizes() == expected
     large = model_shape(CPU, max_num_seqs=5000, max_num_batched_tokens=8192)
-    assert large.batch_sizes() == [1, 2, 33, 257, 1025]
+    assert large.batch_sizes() == [1, 2, 33, 257, 513, 1025]
 
 
 @pytest.mark.parametrize(

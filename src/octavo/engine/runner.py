@@ -105,9 +105,8 @@ class ModelRunner:
             if graphs.prepare():
                 self._graphs = graphs
                 return
-        del graphs, capture  # with their static tensors and their pool, whose memory goes back
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        del graphs, capture  # with their static tensors and their pool
+        self._give_memory_back()
 
     def use_mixed_graphs(self, max_model_len: int, most_tokens: int, capture: Capture) -> None:
         """After `use_graphs`, where it made some: have the model in other steps of few tokens replayed, too.
@@ -128,6 +127,9 @@ class ModelRunner:
         with self._running():
             if mixed.prepare():
                 self._mixed = mixed
+                return
+        del mixed  # what they took of the pool stays there: other graphs use that
+        self._give_memory_back()
 
     def profile(self, profile: StepProfile) -> None:
         """From now on tell `profile` where a launch spends its time and, on a GPU, how long each step ran."""
@@ -140,6 +142,10 @@ class ModelRunner:
     def close(self) -> None:
         """Let go of model and cache; a GPU's memory goes back to the system. Nothing can run afterwards."""
         del self.model, self.kv_cache, self.sampler, self._graphs, self._mixed, self._last_token_ids
+        self._give_memory_back()
+
+    def _give_memory_back(self) -> None:
+        """What torch keeps of a GPU for later, of whatever stream, goes back to the system."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -212,5 +218,7 @@ class ModelRunner:
             end = min(start + num_new, seq.num_prompt_tokens - 1)
             for first in range(max(start, len(collected) - 1), end, PROMPT_LOGITS_ROWS):
                 last = min(first + PROMPT_LOGITS_ROWS, end)
-                logits = self.model.compute_logits(hidden[row + first - start : row + last - start])
+                # Of their own: amid a step, rows may begin elsewhere than kernels were compiled for.
+                rows = hidden[row + first - start : row + last - start].clone()
+                logits = self.model.compute_logits(rows)
                 collected += self.sampler.prompt_logprobs(logits, seq.token_ids[first + 1 : last + 1], k)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.kernels import flash_attn_varlen_func
 from octavo.kernels.triton import decode, decode_plan
+from octavo.kernels.triton.launch import Prepared
 
 pytestmark = pytest.mark.usefixtures("triton_room")
 
@@ -35,6 +36,8 @@ def finely_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 CASES = [
     Case(ONE_ROW, RAGGED),
     Case((1, 2, 8, 0, 5, 3), RAGGED),
+    Case((9, 8, 1, 3), (20, 60, 40, 35)),  # drafts beside a prompt
+    Case((9, 1, 5, 1), (20, 48, 32, 320), heads=(6, 1)),  # a tile of rows that is cut, and one that is not
     Case((3, 1), (50, 33), causal=False),
     Case((3, 2), (2, 40), causal=True),  # a row before the first key
     Case((1, 2), (40, 33), block_size=0),
@@ -159,6 +162,23 @@ def test_batch_invariant_agrees_with_exact_attention(case: Case) -> None:
     prepare(case, "cpu").check(batch_invariant=True)
 
 
+def test_a_prompt_beside_rows_does_not_multiply_the_programs_that_merge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grids: list[tuple[int, ...]] = []
+
+    class Watched(Prepared):
+        def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+            grids.append(grid)
+            super().__init__(kernel, grid, arguments)
+
+    monkeypatch.setattr(decode, "Prepared", Watched)
+    for lens_q in ((1, 1), (4, 1), (9, 1), (9, 8)):
+        prepare(Case(lens_q, (40, 33)), "cpu").check()
+    rows_side_by_side = [grid[1] for grid in grids if len(grid) == 2]
+    assert rows_side_by_side == [2, 8, 2, 2]
+
+
 @triton.jit
 def _plan(
     out, cu_seqlens_q, cu_seqlens_k, batch, ranks, least,
@@ -225,3 +245,20 @@ def test_ranks_do_every_unit_once(
         assert begin <= start < begin + units[sequence]
         done.extend(range(start, end))
     assert done == list(range(sum(units)))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 33, 256, 257, 300, 512, 513])
+def test_the_plan_is_the_same_however_many_sequences_are_looked_at_in_one_go(batch: int) -> None:
+    block = decode_plan.sequences_at_once(batch)
+    assert block == {1: 1, 2: 32, 33: 256, 256: 256, 257: 512, 300: 512, 512: 512, 513: 1024}[batch]
+    generator = torch.Generator().manual_seed(batch)
+    lens_q, lens_k = (torch.randint(0, most, (batch,), generator=generator).tolist() for most in (11, 900))
+    lens_q[0] = 1
+    sums = prefix_sums(lens_q, "cpu"), prefix_sums(lens_k, "cpu")
+    plans = torch.empty(2, 33, 5, dtype=torch.int32)
+    for out, block_b in zip(plans, (block, 128), strict=True):
+        _plan[(33,)](out, *sums, batch, 33, 2, BLOCK_B=block_b, ONE_BLOCK=batch <= block_b)
+    busy = plans[1, :, 0] < plans[1, :, 1]
+    assert busy.any()
+    assert torch.equal(plans[0, :, :2], plans[1, :, :2])
+    assert torch.equal(plans[0, busy], plans[1, busy])

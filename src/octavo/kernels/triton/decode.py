@@ -12,7 +12,7 @@ keys there::
 
 A range cuts at most its first and its last item, so that two slots per program hold all pieces, whatever the
 batch. `_merge_pieces` is a second small launch: program p merges the item that program p of the first was the
-first to cut, in the order of the keys. Same lengths, same cuts, same bits.
+first to cut, in the order of the keys, row by row. Same lengths, same cuts, same bits.
 
 The GROUP query heads of a KV head, and the rows of a draft, are packed into the BLOCK_M rows of one matrix
 product: row r is head ``r % GROUP`` of token ``r // GROUP``. What becomes of a range of keys is in
@@ -199,9 +199,12 @@ def _merge_pieces(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     V_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr, ONE_BLOCK: tl.constexpr, ONE_ITEM: tl.constexpr, PDL: tl.constexpr,
-    PIECES: tl.constexpr,
+    PIECES: tl.constexpr, ROWS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Merge one row of the item that a rank was the first to cut, if there is one, PIECES at a time."""
+    """Merge, of the item that a rank was the first to cut, every row that falls to this program.
+
+    Those are ROWS_EACH at most. PIECES of each at a time.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
@@ -229,35 +232,42 @@ def _merge_pieces(
         tl.extra.cuda.gdc_wait()
     if (end < total_units) & (begin >= start) & (begin + per_item > end):
         count = (begin + per_item - 1) // per - rank + 1
-        row = tl.program_id(1)
         dims = tl.arange(0, BLOCK_D)
-        acc = tl.zeros([BLOCK_D], tl.float32)
-        high = tl.full([], NOTHING, tl.float32)
-        total = tl.zeros([], tl.float32)
-        for first in range(0, count, PIECES):
-            piece = first + tl.arange(0, PIECES)
-            there = piece < count
-            # An item begins in the second slot of its first rank, and goes on in the first of the next.
-            at = (2 * (program + piece * NUM_KV_HEADS) + (piece == 0).to(tl.int32)) * ROWS + row
-            highs = tl.load(piece_sums + at * 2, mask=there, other=NOTHING)
-            sums = tl.load(piece_sums + at * 2 + 1, mask=there, other=0.0)
-            acc_at = piece_acc + at[:, None] * BLOCK_D + dims[None, :]
-            accs = tl.load(acc_at, mask=there[:, None], other=0.0)
-            new_high = tl.maximum(high, tl.max(highs, 0))
-            weights = tl.exp2(highs - new_high)
-            shrink = tl.exp2(high - new_high)
-            acc = acc * shrink + tl.sum(accs * weights[:, None], 0)
-            total = total * shrink + tl.sum(sums * weights, 0)
-            high = new_high
-        if V_SCALES == 1:
-            value_scale *= tl.load(v_scale)
-        r = item * BLOCK_M + row + tl.arange(0, 1)
-        one = tl.zeros([1], tl.float32)
-        tiles.store_rows(
-            acc[None, :], one + high, one + total, out, lse, sinks, value_scale,
-            (q_begin + r // GROUP).to(tl.int64), kv_head * GROUP + r % GROUP, r // GROUP < q_len,
-            out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
-        )  # fmt: skip
+        beside = tl.num_programs(1)
+        num_rows = 1
+        if ROWS_EACH > 1:
+            rows_left = tl.minimum(q_len * GROUP - item * BLOCK_M, BLOCK_M) - tl.program_id(1)
+            num_rows = tl.cdiv(rows_left, beside)
+        for i in range(num_rows):
+            row = tl.program_id(1) + i * beside
+            acc = tl.zeros([BLOCK_D], tl.float32)
+            high = tl.full([], NOTHING, tl.float32)
+            total = tl.zeros([], tl.float32)
+            for first in range(0, count, PIECES):
+                piece = first + tl.arange(0, PIECES)
+                there = piece < count
+                # An item begins in the second slot of its first rank, and goes on in the first of the next.
+                at = (2 * (program + piece * NUM_KV_HEADS) + (piece == 0).to(tl.int32)) * ROWS + row
+                highs = tl.load(piece_sums + at * 2, mask=there, other=NOTHING)
+                sums = tl.load(piece_sums + at * 2 + 1, mask=there, other=0.0)
+                acc_at = piece_acc + at[:, None] * BLOCK_D + dims[None, :]
+                accs = tl.load(acc_at, mask=there[:, None], other=0.0)
+                new_high = tl.maximum(high, tl.max(highs, 0))
+                weights = tl.exp2(highs - new_high)
+                shrink = tl.exp2(high - new_high)
+                acc = acc * shrink + tl.sum(accs * weights[:, None], 0)
+                total = total * shrink + tl.sum(sums * weights, 0)
+                high = new_high
+            scale = value_scale
+            if V_SCALES == 1:
+                scale *= tl.load(v_scale)
+            r = item * BLOCK_M + row + tl.arange(0, 1)
+            one = tl.zeros([1], tl.float32)
+            tiles.store_rows(
+                acc[None, :], one + high, one + total, out, lse, sinks, scale,
+                (q_begin + r // GROUP).to(tl.int64), kv_head * GROUP + r % GROUP, r // GROUP < q_len,
+                out_stride_token, out_stride_head, lse_stride, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
 
 
 def decode_attention(
@@ -357,9 +367,14 @@ def prepare_launches(
         },
     )  # fmt: skip
     merged = {name: facts[name] for name in facts if name in MERGE_FACTS}
+    # Each program makes the plan anew, which takes it longer than a row: none for rows that few items have.
+    most_rows, side_by_side = min(packed, block_m), min(together * facts["GROUP"], block_m)
     merge = Prepared(
-        _merge_pieces, (programs, min(packed, block_m)),
-        {**merged, **shared, "PIECES": max(1, given["MERGED"] // facts["BLOCK_D"]), "num_warps": 4},
+        _merge_pieces, (programs, side_by_side),
+        {
+            **merged, **shared, "PIECES": max(1, given["MERGED"] // facts["BLOCK_D"]),
+            "ROWS_EACH": triton.cdiv(most_rows, side_by_side), "num_warps": 4,
+        },
     )  # fmt: skip
     names = [name for name, x in facts.items() if isinstance(x, Tensor)]
     places = [place for place, name in enumerate(names) if name in merged]

@@ -115,5 +115,8 @@ def sequence_of(
 
 
 def sequences_at_once(batch: int) -> int:
-    """BLOCK_B for a batch: few values, for each is compiled. One sequence alone has the shortest way."""
-    return next((size for size in (1, 32, 256) if batch <= size), 1024)
+    """BLOCK_B for a batch: few values, for each is compiled. One sequence alone has the shortest way.
+
+    Every program of both launches looks at as many sequences; 512 are for 256 and one of padding.
+    """
+    return next((size for size in (1, 32, 256, 512) if batch <= size), 1024)
