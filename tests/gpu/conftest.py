@@ -24,8 +24,8 @@ def _triton_room() -> Iterator[None]:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels a call runs through: gives the name of a test's case, and forces the kernel in it.
 
-    hopper: the kernel of that architecture, where it fits the call; whole: the one for every GPU. The keys of a
-    row are in one program, or with split divided among 7. Other names are as they come.
+    hopper: the kernel of that architecture, where it fits the call; whole: the one for every GPU. The keys
+    of a row are in one program, or with split divided among 7. Other names are as they come.
     """
     # Here, since a machine without a GPU may have no Triton.
     from octavo.kernels.triton import attention, prefill, prefill_hopper

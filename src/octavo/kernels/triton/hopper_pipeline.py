@@ -437,8 +437,8 @@ def attend(
 ):  # fmt: skip
     """All tiles of a packed batch. `counter`: one 0. HEAD_COLUMNS: of q, k and v; BLOCK_ROWS: of k and v.
 
-    The keys of a tile are divided among `num_splits`; from two on the partials of each are written, in place
-    of `out` and `lse`: partial_acc (splits, num_rows, heads, D) and partial_sums (splits, num_rows, heads, 2).
+    The keys of a tile are divided among `num_splits`; from two on the partials of each are written in place
+    of `out` and `lse`: partial_acc (splits, num_rows, heads, D), partial_sums (splits, num_rows, heads, 2).
     """
     q = new_ring(q_desc.dtype, [2, 64, HEAD_DIM], TILE_LAYOUT, READERS=1)
     k = new_ring(q_desc.dtype, [SLOTS, BLOCK_N, HEAD_DIM], TILE_LAYOUT, READERS=2)
