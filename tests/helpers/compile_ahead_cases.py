@@ -51,7 +51,7 @@ def launched(calls: Calls) -> list[tuple[str, bool]]:
 
 @contextmanager
 def no_gpu() -> Iterator[None]:
-    with NoGpu(90), mock.patch.object(compile_ahead, "_most_processes", lambda: 2), torch.inference_mode():
+    with NoGpu(90), mock.patch.object(compile_ahead, "_most_processes", return_value=2), torch.inference_mode():
         yield
 
 
@@ -62,7 +62,11 @@ def elsewhere() -> Found:
         workers = Workers()
         compiled = compile_all(wanted, workers, lambda _: workers._ended.wait(240))
         names = sorted(one.name for one in compiled)
-        return {"wanted": sorted(one.name for one in wanted), "compiled": names, "launched": launched(SPECIAL)}
+        return {
+            "wanted": sorted(one.name for one in wanted),
+            "compiled": names,
+            "launched": launched(SPECIAL),
+        }
 
 
 def others() -> Found:
@@ -83,7 +87,7 @@ def others() -> Found:
         return {"noted": len(found), "made": len(made)}
 
 
-def _with(script: str, hold: Callable[[Workers], None], patience_s: float) -> Found:
+def _with(script: str, hold: Callable[[Workers], object], patience_s: float) -> Found:
     with no_gpu():
         wanted = noted(CHEAP)
         workers = Workers((sys.executable, "-c", script), patience_s)
@@ -148,17 +152,17 @@ class _Serial:
 
 def whole() -> Found:
     """`warm_up` itself, of a small model."""
-    accelerator = {"device_index": lambda _: nullcontext(), "synchronize": lambda _: None}
     with (
         no_gpu(),
-        mock.patch.multiple(torch.accelerator, **accelerator),
+        mock.patch.object(torch.accelerator, "device_index", return_value=nullcontext()),
+        mock.patch.object(torch.accelerator, "synchronize"),
         mock.patch.object(warm_up, "ThreadPoolExecutor", _Serial),
         mock.patch.object(compile_ahead, "Workers", mock.Mock(wraps=Workers)) as started,
     ):
-        limits = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "max_model_len": 64}
         made = warm_up.warm_up(
-            2, 1, 64, torch.bfloat16, torch.bfloat16, 16, "cuda", **limits, hidden_size=128, logprobs=False
-        )
+            2, 1, 64, torch.bfloat16, torch.bfloat16, 16, "cuda", max_num_seqs=1, max_num_batched_tokens=8,
+            max_model_len=64, hidden_size=128, logprobs=False,
+        )  # fmt: skip
         found = [(one.kernel, one.from_disk) for one in made]
         return {"made": sorted(found), "started": started.call_count}
 

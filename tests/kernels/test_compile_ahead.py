@@ -33,9 +33,7 @@ def environment(cache: Path) -> dict[str, str]:
 def case(tmp_path: Path) -> Case:
     def run(name: str) -> dict[str, Any]:
         command = (sys.executable, SCRIPT, name)
-        done = subprocess.run(
-            command, env=environment(tmp_path), capture_output=True, text=True, timeout=300
-        )
+        done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         found: dict[str, Any] = json.loads(done.stdout)  # and nothing else was printed

@@ -140,7 +140,7 @@ def _most_processes() -> int:
 
 
 class Workers:
-    """Processes that compile: at work from `begin` to `close`. They import what they need from the start on."""
+    """Processes that compile, from `begin` to `close`. They import what they need from the start on."""
 
     def __init__(self, command: Sequence[str] | None = None, patience_s: float = _PATIENCE_S) -> None:
         self.compiled: set[Wanted] = set()
@@ -245,6 +245,7 @@ def compile_all(
     """
     from triton.runtime import driver
 
+    began = time.monotonic()
     queue = collections.deque(wanted)
 
     def take() -> Wanted | None:
@@ -274,4 +275,8 @@ def compile_all(
         workers.wait()
     finally:
         workers.close()
+    logger.info(
+        "%d kernels compiled ahead, %d of them by other processes, in %.1f s",
+        len(wanted), len(workers.compiled), time.monotonic() - began,
+    )  # fmt: skip
     return workers.compiled
