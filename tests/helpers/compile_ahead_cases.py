@@ -51,7 +51,11 @@ def launched(calls: Calls) -> list[tuple[str, bool]]:
 
 @contextmanager
 def no_gpu() -> Iterator[None]:
-    with NoGpu(90), mock.patch.object(compile_ahead, "_most_processes", return_value=2), torch.inference_mode():
+    with (
+        NoGpu(90),
+        mock.patch.object(compile_ahead, "_most_processes", return_value=2),
+        torch.inference_mode(),
+    ):
         yield
 
 

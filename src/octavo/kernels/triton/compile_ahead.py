@@ -1,9 +1,9 @@
 """Compiles many kernels at once, in other processes, where next to none is on disk.
 
-Triton's front end is Python, which one thread at a time runs: for the kernels of a model that is half a minute
-on a slow host, however many processors there are. So `compile_ahead` has the launches tell what they would
-compile, has processes compile it into Triton's cache on disk (`compile_worker.py`), and compiles meanwhile
-itself. Whatever becomes of those processes, launches compile what is not there by then, as ever.
+Triton's front end is Python, which one thread at a time runs: for the kernels of a model that is half a
+minute on a slow host, however many processors there are. So `compile_all` has other processes compile into
+Triton's cache on disk (`compile_worker.py`) what launches told that they need, and compiles meanwhile itself.
+Whatever becomes of those processes, launches compile what is not there by then, as ever.
 """
 
 from __future__ import annotations
