@@ -29,7 +29,7 @@ from typing import Any
 from octavo.kernels.triton.compile_worker import kernel_of, preload
 from octavo.kernels.triton.monitor import describe
 
-_MOST = 16  # processes; each takes a quarter of a gigabyte
+_MOST = 16  # processes; each takes a tenth of a gigabyte
 _LEAST = 2  # fewer do not pay for their start, which is that of Python and torch
 _EACH = 4  # specialisations, at least, for a process
 _THREADS = 3  # of our own; more than that wait for Python's lock

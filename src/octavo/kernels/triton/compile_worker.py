@@ -105,7 +105,7 @@ def kernel_of(module: str, name: str) -> Any:
     from octavo.kernels.triton.launch import Direct
 
     found = getattr(importlib.import_module(module), name)
-    return found.kernel if isinstance(found, Direct) else found
+    return found.hashed() if isinstance(found, Direct) else found
 
 
 def preload(kernel: Any, data: str) -> Any:

@@ -68,32 +68,31 @@ class Direct:
     """A kernel, and the compiled ones that were launched through it; see the docstring of this module."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._is_hashed = False
         self._made: dict[tuple[Any, ...], CompiledKernel] = {}
 
-    @property
-    def kernel(self) -> Any:
+    def hashed(self) -> Any:
         """Triton's function, hashed as in any other process."""
         if not self._is_hashed:
             with _hashing:
-                _hash(self._kernel)
+                _hash(self.kernel)
             self._is_hashed = True
-        return self._kernel
+        return self.kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> CompiledKernel | None:
         if self.is_watched():
-            return self.kernel[grid](*args, **kwargs)
+            return self.hashed()[grid](*args, **kwargs)
         active = driver.active
         device = active.get_current_device()
-        bound, specialisation, options = self._kernel.device_caches[device][-1](*args, **kwargs)
+        bound, specialisation, options = self.kernel.device_caches[device][-1](*args, **kwargs)
         key = (device, *specialisation, *options.items())
         made = self._made.get(key)
         if made is None:
-            made = self.kernel[grid](*args, **kwargs)
+            made = self.hashed()[grid](*args, **kwargs)
             if isinstance(made, CompiledKernel):  # what is still being compiled is not
                 self._made[key] = made
             return made
@@ -110,8 +109,8 @@ class Direct:
             getattr(enter, "calls", enter)
             or getattr(leave, "calls", leave)
             or _runtime.debug
-            or self._kernel.debug
-            or self._kernel.pre_run_hooks
+            or self.kernel.debug
+            or self.kernel.pre_run_hooks
             or getattr(_runtime, "add_stages_inspection_hook", None)
         )
 
