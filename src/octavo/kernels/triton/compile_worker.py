@@ -8,6 +8,7 @@ specialisation when it is on disk. It ends, and all its processes with it, when 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -48,13 +49,13 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
     pretend(told["target"])
     hashing.join()  # a process is forked that has one thread
     parent = os.getpid()
-    with ProcessPoolExecutor(told["num"], get_context("fork"), _end_with, (parent,)) as pool:
-        pool.submit(os.getpid).result()  # they are there
-        answers.write('{"ready": true}\n')
-        for line in requests:
-            request = json.loads(line)
-            done = pool.submit(compile_one, request["module"], request["name"], request["data"])
-            done.add_done_callback(lambda done, index=request["index"]: _tell(answers, index, done))  # type: ignore[misc]
+    pool = ProcessPoolExecutor(told["num"], get_context("fork"), _end_with, (parent,))
+    pool.submit(os.getpid).result()  # they are there
+    answers.write('{"ready": true}\n')
+    for line in requests:
+        request = json.loads(line)
+        done = pool.submit(compile_one, request["module"], request["name"], request["data"])
+        done.add_done_callback(functools.partial(_tell, answers, request["index"]))
 
 
 def _tell(answers: IO[str], index: int, done: Future[None]) -> None:
