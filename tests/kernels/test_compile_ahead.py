@@ -26,7 +26,8 @@ Case = Callable[[str], dict[str, Any]]
 def environment(cache: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join(sys.path)
-    return {**kept, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    own = {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
+    return {**kept, **own, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
