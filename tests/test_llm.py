@@ -166,6 +166,9 @@ def test_loading_says_how_long_each_stage_took(folder: Path, caplog: pytest.LogC
     caplog.set_level(logging.INFO, logger="octavo")
     LLM(folder, num_blocks=64, block_size=4).close()
     expected = (
+        r"imports done, \d+\.\d s after the process began",
+        r"device cpu in \d+\.\d s",
+        r"tokenizer in \d+\.\d s",
         r"weights: .* KiB in \d+\.\d s",
         r"KV cache in \d+\.\d s: 64 blocks in .*",
         r"first steps in \d+\.\d s",

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -69,8 +70,11 @@ class LLM:
         options: dict[str, Any],
     ) -> None:
         began = time.perf_counter()
+        if (age_s := _process_age_s()) is not None:
+            logger.info("imports done, %.1f s after the process began", age_s)
         config = EngineConfig.from_options(model, **options)
         device = resolve_device(config.device)
+        logger.info("device %s in %.1f s", device, time.perf_counter() - began)
         config.on_device(device.type)  # refuses what this device has no use for
         if config.kv_cache_memory is not None:  # said before the weights load, not after
             config = config.replace(kv_cache_memory=parse_memory(config.kv_cache_memory))
@@ -79,6 +83,7 @@ class LLM:
         source = resolve_model(
             config.model, config.revision, files="config" if config.load_format == "dummy" else "all"
         )
+        tokenizer_began = time.perf_counter()
         tokenizer: Tokenizer | None
         try:
             tokenizer = load_tokenizer(source)
@@ -86,6 +91,7 @@ class LLM:
             if config.load_format != "dummy":
                 raise
             tokenizer = None  # random weights have nothing to say: token ids in, token ids out
+        logger.info("tokenizer in %.1f s", time.perf_counter() - tokenizer_began)
         if device.type == "cpu":
             configure_threads(config.num_threads)
         loaded = load_model(
@@ -421,3 +427,12 @@ def _progress_bar(num_requests: int, is_shown: bool) -> Iterator[Callable[[Reque
             progress.update(task, advance=1, speed=speed)
 
         yield advance
+
+
+def _process_age_s() -> float | None:
+    """Seconds since this process began; None where the system does not say."""
+    try:
+        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return None

@@ -268,7 +268,7 @@ def test_every_graph_is_made_before_requests_come_the_largest_first(
     num_captures = 0
 
     class Counting(Replaying):
-        def __call__(self, step: Callable[[], torch.Tensor]) -> Any:
+        def __call__(self, step: Callable[[], torch.Tensor], *, is_ready: bool = False) -> Any:
             nonlocal num_captures
             num_captures += 1
             return super().__call__(step)
@@ -314,7 +314,7 @@ def test_bad_logits_end_their_row_alone(loaded: LoadedModel, monkeypatch: pytest
 def test_without_graphs_where_they_cannot_be_had(
     loaded: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refusing(step: Callable[[], torch.Tensor]) -> Any:
+    def refusing(step: Callable[[], torch.Tensor], **_: bool) -> Any:
         raise torch.OutOfMemoryError("no room")
 
     eager = engine_for(loaded, None)
@@ -335,7 +335,7 @@ def test_graphs_that_were_made_before_one_fails_are_let_go_of(
     made: list[weakref.ref[Any]] = []
 
     class HalfWay(Replaying):
-        def __call__(self, step: Callable[[], torch.Tensor]) -> Any:
+        def __call__(self, step: Callable[[], torch.Tensor], *, is_ready: bool = False) -> Any:
             if self.num_captures == 3:
                 made.append(weakref.ref(self))
                 raise torch.OutOfMemoryError("no room")
@@ -363,7 +363,7 @@ def test_without_those_that_share_the_others_serve(
     made: list[weakref.ref[Any]] = []
 
     class AllButTheLast(Replaying):
-        def __call__(self, step: Callable[[], torch.Tensor]) -> Any:
+        def __call__(self, step: Callable[[], torch.Tensor], *, is_ready: bool = False) -> Any:
             if self.num_captures == 11:
                 raise torch.OutOfMemoryError("no room")
             replay, result = super().__call__(step)
@@ -453,42 +453,93 @@ def test_changes_that_did_not_arrive_are_sent_again(
     assert copy.tolist() == [[5, 3, -1], [8, -1, -1]]
 
 
-def test_a_capture_that_breaks_off_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's context manager ends a capture, which then raises, before it gives the stream back."""
-    current = ["the engine's"]
+def test_a_step_is_tried_once_for_each_bucket_and_for_each_kind(loaded: LoadedModel) -> None:
+    tried: list[int] = []
+
+    class Telling(Replaying):
+        def __call__(self, step: Callable[[], torch.Tensor], *, is_ready: bool = False) -> Any:
+            if not is_ready:
+                tried.append(self.num_captures)
+            return super().__call__(step)
+
+    engine = engine_for(loaded, None, max_num_seqs=17, max_num_batched_tokens=20)
+    capture = Telling()
+    capture.serve(engine, Sharing(1, 4, 8, 1))
+    graphs = engine.runner._graphs
+    assert graphs is not None
+    forms = [(rows, filters, False) for rows in (17, 16, 8, 4, 2, 1) for filters in (True, False)]
+    forms += [(rows, True, True) for rows in (17, 16, 8)]
+    assert list(graphs._graphs) == forms
+    once = [(rows, True, False) for rows in (17, 16, 8, 4, 2, 1)] + [(17, False, False), (17, True, True)]
+    assert [forms[i] for i in tried] == sorted(once, key=forms.index)
+
+
+class Cuda:
+    """Stands in for the part of `torch.cuda` that captures: streams are names, and what happens is noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, breaks_off: bool = False) -> None:
+        self.current, self.seen = "the engine's", list[str]()
+        cuda = self
+
+        class Stream(str):
+            def wait_stream(self, other: str) -> None:
+                cuda.seen.append(f"{self} waits for {other}")
+
+        class Graph:
+            def capture_begin(self, pool: object) -> None:
+                cuda.seen.append(f"capture on {cuda.current} into {pool}")
+
+            def capture_end(self) -> None:
+                cuda.seen.append("end")
+                if breaks_off:
+                    raise RuntimeError("the capture is void")
+
+            def pool(self) -> str:
+                return "the pool"
+
+            def replay(self) -> None: ...
+
+        played: dict[str, Any] = {"Stream": lambda device: Stream("its own"), "stream": self.stream}
+        played |= {"CUDAGraph": Graph, "current_stream": lambda device: Stream(self.current)}
+        played |= {"synchronize": lambda device: self.seen.append("wait")}
+        played |= {"empty_cache": lambda: self.seen.append("give back")}
+        for name, value in played.items():
+            monkeypatch.setattr(torch.cuda, name, value)
 
     @contextmanager
-    def stream(wanted: Any) -> Iterator[None]:
-        before, current[:] = current[:], [wanted]
+    def stream(self, wanted: str) -> Iterator[None]:
+        before, self.current = self.current, wanted
         try:
             yield
         finally:
-            current[:] = before
+            self.current = before
 
-    class Capturing:
-        def __init__(self, made: Any, pool: Any, stream: Any) -> None:
-            self.stream = stream
-
-        def __enter__(self) -> None:
-            current[:] = [self.stream]
-
-        def __exit__(self, *error: object) -> None:
-            raise RuntimeError("the capture is void")
-
-    class Stream(str):
-        def wait_stream(self, other: str) -> None: ...
-
-    played = {"Stream": lambda device: Stream("its own"), "stream": stream, "graph": Capturing}
-    played |= {"CUDAGraph": object, "current_stream": lambda device: Stream(current[0])}
-    for name, value in played.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    seen: list[str] = []
-
-    def step() -> torch.Tensor:
-        seen.append(current[0])
+    def step(self) -> torch.Tensor:
+        self.seen.append(f"step on {self.current}")
         return torch.zeros(1)
 
+
+def test_the_first_capture_makes_room_and_others_add_no_more_than_a_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda(monkeypatch)
+    capture = CudaCapture(torch.device("cuda"))
+    seen = []
+    for is_ready in (True, True, False):
+        capture(cuda.step, is_ready=is_ready)
+        seen.append(cuda.seen)
+        cuda.seen = []
+    first = ["its own waits for the engine's", "step on its own", "the engine's waits for its own"]
+    captured = ["step on its own", "end"]
+    assert seen[0] == [*first, "wait", "give back", "capture on its own into None", *captured]
+    assert seen[1] == ["capture on its own into the pool", *captured]
+    assert seen[2] == ["step on the engine's", "capture on its own into the pool", *captured]
+    assert cuda.current == "the engine's"
+
+
+def test_a_capture_that_breaks_off_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, breaks_off=True)
     with pytest.raises(RuntimeError, match="the capture is void"):
-        CudaCapture(torch.device("cuda"))(step)
-    assert seen == ["its own", "its own"]
-    assert current == ["the engine's"]
+        CudaCapture(torch.device("cuda"))(cuda.step)
+    assert [what for what in cuda.seen if "step" in what] == ["step on its own", "step on its own"]
+    assert cuda.current == "the engine's"

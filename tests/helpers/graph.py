@@ -34,7 +34,9 @@ class Replaying:
         self.graphs = engine.runner._graphs
         engine.runner.use_mixed_graphs(scheduler.max_model_len, scheduler.max_num_batched_tokens, self)
 
-    def __call__(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+    def __call__(
+        self, step: Callable[[], torch.Tensor], *, is_ready: bool = False
+    ) -> tuple[Callable[[], object], torch.Tensor]:
         result = torch.full_like(step(), -7)
         self.num_captures += 1
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.models.device import resolve_device
+from octavo.models.device import _use, resolve_device
 
 
 @pytest.fixture
@@ -12,6 +14,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was begun beside the rest of loading."""
     found: list[str] = []
     monkeypatch.setattr("octavo.models.device.hashing_of_triton", lambda: found.append("hashing"))
+    monkeypatch.setattr("octavo.models.device._use", lambda device: found.append(f"use of {device}"))
     return found
 
 
@@ -35,12 +38,25 @@ def test_with_a_gpu() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("device", "expected"), [("auto", ["hashing"]), ("cuda", ["hashing"]), ("cpu", [])])
-def test_a_gpu_has_triton_hash_itself_while_the_weights_load(
-    device: str, expected: list[str], begun: list[str]
+@pytest.mark.parametrize(("device", "is_gpu"), [("auto", True), ("cuda", True), ("cpu", False)])
+def test_a_gpu_is_used_and_triton_hashes_itself_while_the_weights_load(
+    device: str, is_gpu: bool, begun: list[str]
 ) -> None:
     resolve_device(device)
-    assert begun == expected
+    for thread in threading.enumerate():
+        if thread.name == "first use of the GPU":
+            thread.join()
+    assert begun == (["hashing", "use of cuda:1"] if is_gpu else [])
+
+
+def test_a_gpu_that_cannot_be_used_is_left_to_whoever_uses_it_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*_: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError(f"no room on {options['device']}")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    thread = threading.Thread(target=_use, args=(torch.device("cuda", 1),))
+    thread.start()  # what it raised would be a warning, and so an error
+    thread.join()
 
 
 @pytest.mark.usefixtures("gpu")

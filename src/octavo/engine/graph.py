@@ -67,8 +67,11 @@ class Form(NamedTuple):
 class Capture(Protocol):
     """Makes a function that can be repeated without Python out of one that works on static tensors."""
 
-    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """(what repeats the step, the tensor that holds its result each time). May run it, before that."""
+    def __call__(
+        self, step: Callable[[], Tensor], *, is_ready: bool = False
+    ) -> tuple[Callable[[], object], Tensor]:
+        """(what repeats the step, the tensor that holds its result each time). May run it before that, unless
+        it `is_ready`: whatever it launches was launched, with these shapes."""
         ...
 
 
@@ -84,17 +87,30 @@ class CudaCapture:
         self._stream = cuda.Stream(device)
         self._pool: Any = None
 
-    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(
+        self, step: Callable[[], Tensor], *, is_ready: bool = False
+    ) -> tuple[Callable[[], object], Tensor]:
         cuda: Any = torch.cuda
-        stream, current = self._stream, cuda.current_stream(self._device)
-        stream.wait_stream(current)
-        with cuda.stream(stream):
-            step()  # whatever a first call loads or allocates for good
-        current.wait_stream(stream)
+        if self._pool is None:
+            # On the stream of the captures, for cuBLAS's workspace; what else that took goes back, as no
+            # other stream could have it.
+            stream, current = self._stream, cuda.current_stream(self._device)
+            stream.wait_stream(current)
+            with cuda.stream(stream):
+                step()
+            current.wait_stream(stream)
+            cuda.synchronize(self._device)
+            cuda.empty_cache()
+        elif not is_ready:
+            step()  # loads what a first call loads, in memory that steps without a graph take later
         graph = cuda.CUDAGraph()
-        # Where a capture breaks off, `cuda.graph` alone leaves its stream the current one.
-        with cuda.stream(current), cuda.graph(graph, pool=self._pool, stream=stream):
-            result = step()
+        # `cuda.graph` would wait for the GPU, and give back and ask for memory, before every capture.
+        with cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                result = step()
+            finally:
+                graph.capture_end()
         self._pool = self._pool or graph.pool()
         return graph.replay, result
 
@@ -328,7 +344,12 @@ class DecodeGraphs:
         self._state[_ROWS] = self._num_rows
         self._state[_POSITIONS] = 0
         self._is_placed = False
-        return self._capture(lambda: self._step(form))
+        # The model's products, and torch's own kernels, are of the bucket, whatever the form. What a form has
+        # to itself are kernels that warm-up launched, and torch's of one kind for all buckets.
+        is_ready = form.bucket in {made.bucket for made in self._graphs} and any(
+            form[1:] == made[1:] for made in self._graphs
+        )
+        return self._capture(lambda: self._step(form), is_ready=is_ready)
 
     def _step(self, form: Form) -> Tensor:
         """One decode step of the entries below the bucket, on the static tensors. Returns the drawn ids."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 
 import torch
 
@@ -28,7 +30,16 @@ def resolve_device(name: str) -> torch.device:
         logger.warning("device='auto' takes the CPU: %s. device='cuda' takes the GPU in plain torch.", reason)
         return torch.device("cpu")
     hashing_of_triton()  # done by the time that the weights are there
-    return torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Not a daemon: a process should not end in the midst of it.
+    threading.Thread(target=_use, args=(device,), name="first use of the GPU").start()
+    return device
+
+
+def _use(device: torch.device) -> None:
+    """Have the driver make its context there, a quarter of a second, while files are read."""
+    with contextlib.suppress(Exception):  # whoever uses it next says what is wrong
+        torch.zeros(1, device=device)
 
 
 def _no_gpu() -> str:

@@ -38,6 +38,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import threading
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from octavo.kernels import triton as room
 from octavo.kernels.triton.tuning import Parameters
@@ -67,21 +69,30 @@ class Direct:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self._is_hashed = False
         self._made: dict[tuple[Any, ...], CompiledKernel] = {}
+
+    def hashed(self) -> Any:
+        """Triton's function, hashed as in any other process."""
+        if not self._is_hashed:
+            with _hashing:
+                _hash(self.kernel)
+            self._is_hashed = True
+        return self.kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> CompiledKernel | None:
         if self.is_watched():
-            return self.kernel[grid](*args, **kwargs)
+            return self.hashed()[grid](*args, **kwargs)
         active = driver.active
         device = active.get_current_device()
         bound, specialisation, options = self.kernel.device_caches[device][-1](*args, **kwargs)
         key = (device, *specialisation, *options.items())
         made = self._made.get(key)
         if made is None:
-            made = self.kernel[grid](*args, **kwargs)
+            made = self.hashed()[grid](*args, **kwargs)
             if isinstance(made, CompiledKernel):  # what is still being compiled is not
                 self._made[key] = made
             return made
@@ -105,6 +116,26 @@ class Direct:
 
 
 _ONES = (1, 1, 1)
+_hashing = threading.Lock()
+
+
+def _hash(function: JITCallable) -> None:
+    """Have Triton hash what a function calls, and then the function.
+
+    Before 3.9, the constants that a called function reads are part of the hash only if that one was hashed
+    before, for another kernel perhaps: what was kept on disk was found again or not as threads came along.
+    """
+    if function.hash is not None:
+        return
+    names = function.fn.__code__.co_names
+    found = [function.__globals__.get(name) for name in names]
+    for module in found:
+        if isinstance(module, ModuleType) and module.__name__.startswith("octavo."):
+            found += [getattr(module, name, None) for name in names]
+    for called in found:
+        if isinstance(called, JITCallable) and called is not function:
+            _hash(called)
+    function.cache_key  # noqa: B018 - it is worked out once, and kept
 
 
 class Prepared:

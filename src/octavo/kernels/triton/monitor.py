@@ -101,10 +101,15 @@ def _install() -> None:
 def _record(what: dict[str, Any]) -> None:
     from_disk, seconds = getattr(_last_compile, "report", (False, 0.0))
     _last_compile.report = (False, 0.0)
-    name = getattr(what.get("fn"), "name", None) or str(what.get("repr", "?")).split("[")[0]
-    made = Made(name, _key(what), from_disk, 0.0 if from_disk else seconds)
+    made = Made(*describe(what), from_disk, 0.0 if from_disk else seconds)
     for watcher in _watchers:
         watcher.append(made)
+
+
+def describe(what: dict[str, Any]) -> tuple[str, str]:
+    """The `kernel` and `key` of `Made`, from what Triton tells its hooks of a specialisation."""
+    name = getattr(what.get("fn"), "name", None) or str(what.get("repr", "?")).split("[")[0]
+    return name, _key(what)
 
 
 def _key(what: dict[str, Any]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from octavo.errors import shown
 from octavo.kernels import checks
 from octavo.kernels.triton import (
     SHORT,
+    compile_ahead,
     hashing_of_triton,
     is_interpreted,
     unfit_reason,
@@ -107,11 +109,27 @@ def warm_up(
         logprobs, shared_prefixes, qkv_bias,
     )  # fmt: skip
     hashing_of_triton().join()  # each thread would do it anew
-    with watch() as made, torch.inference_mode():
+    first_start = compile_ahead.first_start(model) if device.type == "cuda" else nullcontext()
+    with watch() as made, torch.inference_mode(), first_start as workers:
+        elsewhere = set() if workers is None else _compile_ahead(model, workers)
         for jobs in _rounds(model):
             _run_all(jobs, device)
         torch.accelerator.synchronize(device)
-    return made
+    return [replace(one, from_disk=False) if (one.kernel, one.key) in elsewhere else one for one in made]
+
+
+def _compile_ahead(model: ModelShape, workers: compile_ahead.Workers) -> set[tuple[str, str]]:
+    """Compile what the jobs launch, and launch none of it: kernel and key of what the workers made."""
+    found: dict[str, compile_ahead.Wanted] = {}
+    with compile_ahead.installed():
+        for jobs in _rounds(model):
+            _run_all(jobs, model.device, lambda: compile_ahead.only_noting(found))
+
+    def here(job: Job) -> None:
+        with torch.accelerator.device_index(model.device.index):
+            job()
+
+    return {one.described for one in compile_ahead.compile_all(list(found.values()), workers, here)}
 
 
 def _there_is(device: torch.device | str) -> torch.device:
@@ -222,10 +240,12 @@ def powers(largest: int) -> list[int]:
     return sorted({largest, *(1 << i for i in range(largest.bit_length()))})
 
 
-def _run_all(jobs: list[Job], device: torch.device) -> None:
+def _run_all(
+    jobs: list[Job], device: torch.device, within: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> None:
     # All threads launch on one stream, so that memory which one of them gives back is not written too early.
     def run(job: Job) -> None:
-        with torch.accelerator.device_index(device.index), torch.inference_mode():
+        with torch.accelerator.device_index(device.index), torch.inference_mode(), within():
             job()
 
     with ThreadPoolExecutor(_THREADS) as pool:
