@@ -84,6 +84,7 @@ def test_graphs_run_on_a_gpu_unless_told_not_to(enforce_eager: bool) -> None:
         ({"cascade_attention": 1}, "cascade_attention must be True, False or None, got 1"),
         ({"cascade_attention": True, "enforce_eager": True}, "cascade_attention and enforce_eager exclude"),
         ({"quantization": "None"}, r"one of None, 'float16', 'int8'; got 'None'; to have none, leave it out"),
+        ({"dtype": "None"}, r"'float16'; got 'None'$"),
         ({"cascade_attention": True, "deterministic": True}, "cascade_attention and deterministic exclude"),
     ],
 )

@@ -231,6 +231,6 @@ def check_choice(name: str, value: object, known: tuple[str | None, ...]) -> Non
     """ConfigError, with the nearest choice, unless the option `name` has one of the `known` values."""
     if value not in known:
         hint = nearest(value, [k for k in known if k]) if isinstance(value, str) else ""
-        if value == "None":
+        if value == "None" and None in known:
             hint = "; to have none, leave it out"
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}{hint}")

@@ -35,7 +35,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         splits = 7 if "split" in kind else 1
         monkeypatch.setattr(prefill, "_splits", lambda *_: splits)
         monkeypatch.setattr(prefill_hopper, "splits_for", lambda *_: splits)
-        monkeypatch.setattr(prefill, "suits", lambda *_: False)
         if "hopper" not in kind:
             monkeypatch.setattr(attention, "_hopper", lambda: "not in this test")
     return name

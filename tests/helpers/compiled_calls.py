@@ -222,6 +222,7 @@ ALL: dict[str, Call] = SOME | {
     "prefill 8/4/80": attend(*LONG, heads=(8, 4), head_dim=80),
     "prefill 8/4/192": attend(*LONG, heads=(8, 4), head_dim=192),
     "prefill 16/8/128 split": attend([64], [8192]),
+    "prefill 16/8/128 behind 8064": attend([128], [8192]),
     "prefill 16/8/128 invariant": attend(*LONG, batch_invariant=True),
     "prefill 4/4/64 fp32": attend(*LONG, heads=(4, 4), head_dim=64, dtype=FP32),
     "write 3x64 few": write(3, 64, tokens=32),

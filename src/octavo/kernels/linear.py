@@ -198,9 +198,9 @@ def linear_onto(
     Raises:
         KernelArgumentError: a shape, dtype, device or stride is wrong.
     """
-    if residual is not None and residual.shape != (x.shape[0], w.shape[0]):
-        expected = f"of shape ({x.shape[0]}, {w.shape[0]})"
-        raise checks.wrong("linear_onto", "residual", expected, f"shape {tuple(residual.shape)}")
+    onto = (*x.shape[:-1], w.shape[0])
+    if residual is not None and residual.shape != onto:
+        raise checks.wrong("linear_onto", "residual", f"of shape {onto}", f"shape {tuple(residual.shape)}")
     if residual is None or residual.requires_grad or not few_rows.suits_many_rows(x, w):
         return linear(x, w, bias), residual
     return few_rows.product("linear_onto", x, w, bias, residual)[0], None

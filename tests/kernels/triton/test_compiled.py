@@ -41,6 +41,7 @@ SPILLS_IN_LOOPS = {
     (90, "prefill 16/8/128 sinks"): 51,
     (90, "prefill 16/8/128 alibi"): 103,
     (90, "prefill 16/8/128 split"): 31,
+    (90, "prefill 16/8/128 behind 8064"): 38,
     (90, "prefill 8/4/80"): 45,
     (90, "sample 1"): 2,
     (90, "sample 64"): 2,
@@ -237,6 +238,17 @@ def test_hopper_has_a_kernel_of_its_own(everything: dict[int, Compiled]) -> None
     assert [one["name"] for _, one in kernels_of(chosen)] == ["attend"] * 5
     assert_no_kernel_is(chosen, lambda one: count(one, "UTMALDG") == 0)
     assert not kernels_of(everything[80], "attend")
+
+
+def test_hoppers_kernel_is_the_same_where_it_divides_keys(everything: dict[int, Compiled]) -> None:
+    """Numbers of splits, and whether there are partials, are no part of a variant."""
+    divided, whole = (everything[90][f"prefill 16/8/128{more}"]["kernels"] for more in (" behind 8064", ""))
+    assert [one["name"] for one in divided] == ["attend", "_combine"]
+    assert divided[:1] == whole
+    (combine,) = (
+        one for one in everything[90]["prefill 16/8/128 split"]["kernels"] if one["name"] == "_combine"
+    )
+    assert divided[1] == combine
 
 
 def test_memory_is_moved_8_or_16_bytes_at_a_time(compiled: Compiled) -> None:

@@ -187,19 +187,6 @@ def test_there_are_programs_enough_for_every_tile() -> None:
         assert tiles_needed <= prefill.most_tiles(sum(lens) * group, most_long, block_m)
 
 
-@pytest.mark.parametrize(
-    ("heads", "num_rows", "num_keys", "plain"),
-    [
-        (32, 64, 1088, True), (32, 32, 2080, True), (32, 64, 64, False), (32, 65, 2080, False),
-        (32, 128, 32768, False), (32, 2048, 32768, False), (8, 32, 2080, False),
-    ],
-)  # fmt: skip
-def test_the_faster_kernel_of_two_is_chosen(heads: int, num_rows: int, num_keys: int, plain: bool) -> None:
-    """Over 8 KV heads: with as many query heads, tiles of both have one head."""
-    q = torch.empty(num_rows, heads, 128, device="meta")
-    assert prefill.suits(q, torch.empty(0, 16, 8, 128), num_rows, num_keys) == plain
-
-
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 8, 12])
 def test_sections_divide_the_heads(num_kv_heads: int) -> None:
     for bytes_per_head in (0, 1, 5 << 20, 9 << 20, 1 << 40):

@@ -54,6 +54,13 @@ def test_supports_what_it_is_for(head_dim: int, block_size: int) -> None:
     assert ask(head_dim=head_dim, block_size=block_size, dtype=torch.float16) is None
 
 
+@pytest.mark.usefixtures("on_hopper")
+def test_few_rows_are_for_tiles_of_a_group_where_there_is_one() -> None:
+    q, one_to_one = torch.empty(40, 4, 128).bfloat16(), torch.empty(8, 16, 4, 128).bfloat16()
+    assert ask(max_seqlen_q=97) is None
+    assert ask(q=q, k=one_to_one, v=one_to_one, max_seqlen_q=9) is None
+
+
 def cache_of(num_blocks: int, block_size: int, **strides: int) -> torch.Tensor:
     x = torch.empty(1 << 20, dtype=torch.bfloat16)
     return x.as_strided((num_blocks, block_size, 2, 128), (*strides.values(), 1))
@@ -73,6 +80,7 @@ def cache_of(num_blocks: int, block_size: int, **strides: int) -> torch.Tensor:
         ({"v_scale": torch.ones(1)}, "v_scale"),
         ({"leftpad": torch.zeros(1, dtype=torch.int32)}, "leftpad"),
         ({"batch_invariant": True}, "batch_invariant"),
+        ({"max_seqlen_q": 9}, "at most 9 rows"),
         ({"max_seqlen_q": 96}, "at most 96 rows"),
         ({"softmax_scale": 0.0}, "not positive"),
         ({"softmax_scale": -1.0}, "not positive"),
@@ -258,3 +266,15 @@ def test_keys_are_divided_where_tiles_are_few(
     monkeypatch.setattr(prefill_hopper, "num_processors", lambda _: 132)
     q = torch.empty(num_rows, num_heads, 128, device="meta")
     assert prefill_hopper.splits_for(q, batch, -(-num_rows // batch), num_keys) == splits
+
+
+@pytest.mark.parametrize(
+    ("window", "splits"),
+    [((4095, 0), 8), ((1023, 0), 2), ((895, 0), 1), ((600, 296), 2), ((1023, -1), 8), ((-1, 0), 8)],
+)
+def test_a_split_has_keys_enough_of_a_window(
+    monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], splits: int
+) -> None:
+    monkeypatch.setattr(prefill_hopper, "num_processors", lambda _: 132)
+    q = torch.empty(128, 16, 128, device="meta")
+    assert prefill_hopper.splits_for(q, 1, 128, 32768, *window) == splits

@@ -12,6 +12,7 @@ import torch
 from helpers.gluon_stand_in import interpreted
 from torch import Tensor
 
+from octavo.errors import KernelArgumentError
 from octavo.kernels import (
     backend,
     few_rows,
@@ -234,3 +235,15 @@ def test_what_is_left_to_add_is_handed_on() -> None:
         assert torch.equal(out, linear(x, weight, bias))
         assert rest is residual
         assert linear_onto(x, None, weight)[1] is None
+
+
+@pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 3, 48)])
+def test_a_residual_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    x, weight = torch.ones(shape), pack_weight(draw(20, 48), "dense")
+    onto = (*shape[:-1], 20)
+    with backend.use("reference"):
+        assert linear_onto(x, torch.ones(onto), weight)[0].shape == onto
+        for wrong in ((1, *onto), (*shape[:-1], 1), (20,) if len(shape) > 1 else (1, 20)):
+            with pytest.raises(KernelArgumentError, match="linear_onto: residual must be of shape") as caught:
+                linear_onto(x, torch.ones(wrong), weight)
+            assert f"{onto}, got shape {wrong}" in str(caught.value)

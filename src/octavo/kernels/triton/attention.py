@@ -2,7 +2,7 @@
 
 Sequences of at most SHORT query rows are `decode.py`'s, the others `prefill.py`'s or, on a Hopper,
 `prefill_hopper.py`'s: each kernel skips what is not its own, so a mixed batch is two launches over the same
-arguments, no length is read by the host, and a row's bits do not depend on what else is in the batch.
+arguments, and no length is read by the host.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def _attend_long(
     )  # fmt: skip
     fits = (
         not isinstance(hopper, str)
-        and not prefill.suits(q, k, longest, max_seqlen_k)
         and hopper.supports_hopper(
             q, k, v, max_seqlen_q=longest, **{name: options[name] for name in asked}
         ) is None

@@ -54,11 +54,14 @@ def new_ring(dtype, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, READERS: gl.const
 
 
 @gluon.jit
-def send(notes, sent, head, row, q_start, q_len, k_len, low, first, end):
-    """Eight numbers for the warpgroups: what to do next. A head of -1 ends the work."""
+def send(notes, sent, part, row, q_start, q_len, k_len, low, first, end):
+    """Eight numbers for the warpgroups: what to do next. A part of -1 ends the work.
+
+    `part`: of the keys and the head, split * heads + head.
+    """
     note, full = notes.wait_empty(sent)
     i = gl.arange(0, 8, layout=gl.BlockedLayout([8], [32], [1], [0]))
-    value = gl.where(i == 0, head, gl.where(i == 1, row, gl.where(i == 2, q_start, q_len)))
+    value = gl.where(i == 0, part, gl.where(i == 1, row, gl.where(i == 2, q_start, q_len)))
     value = gl.where(
         i == 4, k_len, gl.where(i == 5, low, gl.where(i == 6, first, gl.where(i == 7, end, value)))
     )

@@ -328,15 +328,6 @@ _COMBINE_FACTS = (
 )  # fmt: skip
 
 
-def suits(q: Tensor, k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> bool:
-    """Whether this kernel is the better one on a Hopper, too: for few rows over many keys.
-
-    Its tiles hold all query heads of a KV head, so that few tokens fill them; those of the other one are 128
-    tokens of one head. By measurement, for a past of 8 times the rows and more.
-    """
-    return max_seqlen_q <= 64 and max_seqlen_k >= 8 * max_seqlen_q and q.shape[1] > k.shape[-2]
-
-
 def _parameters(q: Tensor, k: Tensor, block_size: int, token_scales: bool) -> Mapping[str, int]:
     default = default_parameters(q, k, block_size, token_scales, is_hopper(q.device))
     key = shape_key(q, k, block_size) + (" scaled" if token_scales else "")
