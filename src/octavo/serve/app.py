@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from starlette.responses import Response
+from fastapi import FastAPI
 
 from octavo import __version__
 from octavo.serve import api_errors, chat, completions, guard, metrics, models, page, responses, state
-from octavo.serve.sse import ClientGone
+from octavo.serve.posts import Posts
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -41,7 +40,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, metrics: Metrics) -
     for router in _ROUTERS:
         app.include_router(router)
     api_errors.install(app)
-    app.add_exception_handler(ClientGone, _nobody_listens)
+    app.add_middleware(Posts, routers=_ROUTERS)
     guard.install(app, settings)
     describe = app.openapi
 
@@ -60,7 +59,3 @@ def _without_422(description: dict[str, Any]) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         description["components"]["schemas"].pop(name, None)
     return description
-
-
-async def _nobody_listens(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
