@@ -10,16 +10,19 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from octavo.serve.api_errors import as_api_error
+from octavo.serve.begun import Begun
 from octavo.serve.direct import DirectWriter
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from fastapi import Request
     from starlette.types import Receive, Scope, Send
 
@@ -31,10 +34,11 @@ logger = logging.getLogger("octavo.serve")
 T = TypeVar("T")
 
 DONE: Final = b"data: [DONE]\n\n"
-HEADERS: Final = {
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # or nginx would gather the pieces
-}
+_HEADERS: Final = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx would gather the pieces
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 
 
 class ClientGone(Exception):
@@ -57,7 +61,6 @@ class Writer(Protocol):
         """What is told instead of `end`, as headers have gone by then."""
 
 
-@runtime_checkable
 class TextWriter(Writer, Protocol):
     """One that has a shorter way with nearly all that comes."""
 
@@ -73,8 +76,10 @@ class _Stream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, generations: Sequence[Generation], slow_reader_s: float, status_code: int) -> None:
-        super().__init__(status_code=status_code, headers=HEADERS)
-        del self.headers["content-length"]
+        # Nothing of `Response`'s own: it would make the same headers each time.
+        self.status_code = status_code
+        self.background = None
+        self.raw_headers = list(_HEADERS)
         self._generations = generations
         self._slow_reader_s = slow_reader_s
         self._direct: DirectWriter | None = None
@@ -82,24 +87,17 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_piece = scope.get("state", {}).get("send_piece", send)  # see `access_log.RequestLog`
         self._direct = DirectWriter.find(scope)
-        writing = asyncio.create_task(self._write(send, send_piece))
-        watching = asyncio.create_task(_until_gone(receive))
         try:
-            await asyncio.wait((writing, watching), return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(ClientGone), Connected(receive):
+                await self._write(send, send_piece)
         finally:
             for generation in self._generations:
                 generation.abort()
-            for task in (writing, watching):
-                if not task.done():
-                    task.cancel()
-            await asyncio.gather(writing, watching, return_exceptions=True)
-        if not writing.cancelled() and (error := writing.exception()) is not None:
-            raise error
 
     async def _write(self, send: Send, send_piece: Send) -> None:
         head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
-            await self._wait_for(_begun(send(head)))
+            await self._wait_for(Begun(send(head)))
             await self._write_body(send_piece)
         except TimeoutError:
             logger.warning("a client took nothing for %g s and is given up", self._slow_reader_s)
@@ -107,11 +105,11 @@ class _Stream(Response):
     async def _write_body(self, send: Send) -> None:
         raise NotImplementedError
 
-    async def _wait_for(self, rest: _Rest | None) -> None:
+    async def _wait_for(self, sending: Begun[None]) -> None:
         """Until the client has taken it; TimeoutError when it takes nothing for too long."""
-        if rest is not None:
+        if not sending.is_done:
             async with asyncio.timeout(self._slow_reader_s):
-                await rest
+                await sending
 
 
 class EventStream(_Stream):
@@ -140,11 +138,11 @@ class EventStream(_Stream):
                 except Exception as error:
                     last = error_event(error)
                     break
-                await self._wait_for(_begun(send(_body(event))))
+                await self._wait_for(Begun(send(_body(event))))
         finally:
             if (close := getattr(self._events, "aclose", None)) is not None:
                 await close()
-        await self._wait_for(_begun(send(_body(last, is_last=True))))
+        await self._wait_for(Begun(send(_body(last, is_last=True))))
 
 
 class GenerationStream(_Stream):
@@ -168,7 +166,10 @@ class GenerationStream(_Stream):
         self._ready = dict.fromkeys(self._open)
         """Places of generations with news, in the order in which they came."""
         self._failure: Exception | None = None
-        self._rest: _Rest | None = None
+        self._last = b""
+        """What the last pieces bring, which goes with the end of the stream."""
+        self._sending: Begun[None] | None = None
+        """What the client has not taken yet."""
         self._waiter: asyncio.Future[None] | None = None
         self._send: Send  # from the moment that the body begins
         self._write_now: Callable[[bytes], bool] | None = None
@@ -180,11 +181,11 @@ class GenerationStream(_Stream):
             for place, generation in enumerate(self._generations):
                 generation.on_news = functools.partial(self._on_news, place)
             if self._begin:
-                await self._wait_for(_begun(send(_body(self._begin))))
-            while self._rest is not None or (self._failure is None and self._open):
-                if self._rest is not None:
-                    await self._wait_for(self._rest)
-                    self._rest = None
+                await self._wait_for(Begun(send(_body(self._begin))))
+            while self._sending is not None or (self._failure is None and self._open):
+                if self._sending is not None:
+                    await self._wait_for(self._sending)
+                    self._sending = None
                 elif self._ready:
                     self._pump()
                 else:
@@ -196,9 +197,9 @@ class GenerationStream(_Stream):
         finally:
             for generation in self._generations:
                 generation.on_news = generation.on_text = None
-            if self._rest is not None:
-                self._rest.close()
-        await self._wait_for(_begun(send(_body(self._last_words(), is_last=True))))
+            if self._sending is not None:
+                self._sending.close()
+        await self._wait_for(Begun(send(_body(self._last + self._last_words(), is_last=True))))
 
     def _on_news(self, place: int) -> None:
         self._ready[place] = None
@@ -210,7 +211,7 @@ class GenerationStream(_Stream):
         except Exception as error:
             waiter.set_exception(error)
             return
-        if self._rest is not None or self._failure is not None or not self._open:
+        if self._sending is not None or self._failure is not None or not self._open:
             waiter.set_result(None)
 
     def _pump(self) -> None:
@@ -229,7 +230,10 @@ class GenerationStream(_Stream):
             if generation.output is not None:
                 self._open.discard(place)
         self._ready.clear()
-        if data := b"".join(parts):
+        data = b"".join(parts)
+        if self._failure is not None or not self._open:
+            self._last = data
+        elif data:
             self._send_on(data)
 
     def _on_text(self, put_into_words: Callable[[int, str], bytes | None], place: int, text: str) -> bool:
@@ -251,21 +255,22 @@ class GenerationStream(_Stream):
             except Exception as error:
                 waiter.set_exception(error)
                 return True
-            if self._rest is not None:
+            if self._sending is not None:
                 waiter.set_result(None)
         return True
 
     def _send_on(self, data: bytes) -> None:
         if self._write_now is None or not self._write_now(data):
-            self._rest = _begun(self._send(_body(data)))
+            sending = Begun(self._send(_body(data)))
+            self._sending = None if sending.is_done else sending
             if self._write_now is None and self._direct is not None:
                 self._go_direct(self._direct)
 
     def _go_direct(self, direct: DirectWriter) -> None:
         self._write_now = direct.write
-        if isinstance(self._writer, TextWriter):
+        if (put_into_words := getattr(self._writer, "text", None)) is not None:  # it is a `TextWriter`
             for place, generation in enumerate(self._generations):
-                generation.on_text = functools.partial(self._on_text, self._writer.text, place)
+                generation.on_text = functools.partial(self._on_text, put_into_words, place)
 
     def _last_words(self) -> bytes:
         if self._failure is None:
@@ -274,33 +279,6 @@ class GenerationStream(_Stream):
             except Exception as error:
                 self._failure = error
         return self._writer.failed(self._failure)
-
-
-class _Rest:
-    """A call that has begun and waits for something: to be awaited by a task, or closed."""
-
-    def __init__(self, first: Any, call: Generator[Any, Any, Any]) -> None:
-        self._first = first
-        self._call = call
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        try:
-            yield self._first
-            yield from self._call
-        finally:
-            self._call.close()
-
-    def close(self) -> None:
-        self._call.close()
-
-
-def _begun(call: Awaitable[None]) -> _Rest | None:
-    """Run `call` as far as it gets without waiting: None when that is to its end."""
-    steps = call.__await__()
-    try:
-        return _Rest(next(steps), steps)
-    except StopIteration:
-        return None
 
 
 def _body(data: bytes, *, is_last: bool = False) -> dict[str, Any]:
@@ -317,27 +295,44 @@ def error_event(error: Exception) -> bytes:
     return event(as_api_error(error).body())
 
 
+class Connected:
+    """A block for as long as the client is there: when it goes away, the block's task is cancelled in it, and
+    leaves it with ClientGone. `receive` must have no more of the request's body to tell.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_gone = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._num_cancels = task.cancelling()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watching.cancel()
+        del self._watching  # what it ends with holds this object
+        if not self._is_gone:
+            return
+        is_ours = self._task.uncancel() <= self._num_cancels
+        if is_ours and kind is asyncio.CancelledError:
+            raise ClientGone from error
+
+
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns; it is cancelled when the client goes away, which raises ClientGone.
 
-    The request's body must have been read, as it is wherever FastAPI hands a route its fields. What `work`
-    submits it must abort when it is cancelled.
+    The request's body must have been read. What `work` submits it must abort when it is cancelled.
     """
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_until_gone(request.receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        if not working.done():
-            working.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await working
-    if working.cancelled():
-        raise ClientGone
-    return working.result()
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    with Connected(request.receive):
+        return await work
