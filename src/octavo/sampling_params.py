@@ -265,7 +265,7 @@ def eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise RequestError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__})")
     number = operator.index(value)
     limit = 2**63 - 1 if high is None else high
@@ -283,7 +283,7 @@ def _number(
     above: float = -math.inf,
     high: float = math.inf,
 ) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise RequestError(f"{name} must be a number, got {shown(value)} ({type(value).__name__})")
     try:
         number = float(value)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from octavo.outputs import Logprob, RequestOutput, StreamChunk
@@ -120,7 +121,7 @@ class _Writer:
             "created": self._created,
             "model": self._model,
         }
-        self._head = f'data: {_json(about)[:-1]},"choices":['
+        self._head = f'data: {to_json(about)[:-1].decode()},"choices":['
         # With usage asked for, every other chunk says that it is not the one.
         tail = '],"usage":null}\n\n' if self._has_usage else "]}\n\n"
         self._choices = [

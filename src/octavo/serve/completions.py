@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from octavo.errors import RequestError, shown
@@ -192,7 +193,7 @@ class _Writer:
         options = self._body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         head = {**self._head, "usage": None} if self._has_usage else self._head
-        self._chunk_head = f'data: {_json(head)[:-1]},"choices":['
+        self._chunk_head = f'data: {to_json(head)[:-1].decode()},"choices":['
         self._offsets: dict[int, int] = {}
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         told = [

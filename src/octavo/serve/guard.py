@@ -25,6 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from octavo.errors import ConfigError
 from octavo.serve import access_log, tracing
 from octavo.serve.api_errors import ApiError, as_api_error
+from octavo.serve.begun import Begun
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -186,21 +187,24 @@ class BodyLimit:
         now = asyncio.get_running_loop().time
         end_s = now() + BODY_TIMEOUT_S
         try:
-            async with asyncio.timeout(None) as patience:
-                while has_more and size <= self._max_bytes and not is_crowded:
+            while has_more and size <= self._max_bytes and not is_crowded:
+                receiving = Begun(receive())
+                if receiving.is_done:  # as nearly always: it came with its head
+                    message = receiving.value
+                else:
                     deadline_s = min(end_s, now() + self._idle_s)
-                    patience.reschedule(deadline_s)
                     if size > SMALL_BODY_BYTES:
                         self._deadlines[body] = deadline_s
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return  # the client has gone
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    self._num_arriving_bytes += len(parts[-1])
-                    has_more = message.get("more_body", False)
-                    is_full = self._num_arriving_bytes > NUM_LARGE_BODIES * self._max_bytes
-                    is_crowded = has_more and is_full and size > SMALL_BODY_BYTES
+                    async with asyncio.timeout_at(deadline_s):
+                        message = await receiving
+                if message["type"] != "http.request":
+                    return  # the client has gone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                self._num_arriving_bytes += len(parts[-1])
+                has_more = message.get("more_body", False)
+                is_full = self._num_arriving_bytes > NUM_LARGE_BODIES * self._max_bytes
+                is_crowded = has_more and is_full and size > SMALL_BODY_BYTES
         except TimeoutError:
             problem = f"did not arrive within {BODY_TIMEOUT_S:g} s"
             if now() < end_s:

@@ -40,7 +40,7 @@ class Posts:
             route.path: (route, get_type_hints(route.endpoint)["body"])
             for router in routers
             for route in router.routes
-            if isinstance(route, APIRoute) and "POST" in route.methods
+            if isinstance(route, APIRoute) and route.methods == {"POST"}
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
