@@ -24,7 +24,6 @@ from octavo.errors import (
     RequestError,
     RequestTimeoutError,
     UnsupportedKernelConfig,
-    shown,
 )
 from octavo.sampling_params import SamplingParams
 from octavo.serve.expected import problem

@@ -28,7 +28,7 @@ from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.models import check_model
 from octavo.serve.respond import respond_to_chat
 from octavo.serve.response_parts import Usage, chat_logprobs, usage_of
-from octavo.serve.sse import DONE, error_event, while_connected
+from octavo.serve.sse import DONE, error_event
 from octavo.serve.tools import Event
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     engine: AsyncEngine = request.app.state.engine
     settings: ServeSettings = request.app.state.settings
     model = check_model(request, body.model)
-    return await while_connected(request, _respond(body, model, engine, settings))
+    return await _respond(body, model, engine, settings)
 
 
 async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings: ServeSettings) -> Response:

@@ -20,7 +20,7 @@ from octavo.serve.models import check_model
 from octavo.serve.protocol import CompletionRequest, format_place, to_sampling_params
 from octavo.serve.respond import respond
 from octavo.serve.response_parts import CompletionLogprobs, completion_logprobs, usage_of
-from octavo.serve.sse import DONE, error_event, event, while_connected
+from octavo.serve.sse import DONE, error_event, event
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -39,7 +39,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     settings: ServeSettings = request.app.state.settings
     model = check_model(request, body.model)
     try:
-        return await while_connected(request, _respond(body, model, engine, settings))
+        return await _respond(body, model, engine, settings)
     except RequestError as error:
         raise named_format(error, *format_place(body)) from error
 

@@ -19,8 +19,8 @@ from starlette.responses import Response
 
 from octavo.errors import OctavoError, shown
 from octavo.serve.api_errors import ApiError, as_api_error, describe_validation
+from octavo.serve.connected import ClientGone, Connected
 from octavo.serve.protocol import Body
-from octavo.serve.sse import ClientGone
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -30,11 +30,11 @@ B = TypeVar("B", bound=Body)
 
 class Posts:
     """Plain ASGI, below `guard.BodyLimit`, which gives a body as one message. What is no POST to one of the
-    routes goes on to `app`.
+    routes goes on to `app`. A route is cancelled when its client leaves, and aborts what it has submitted.
     """
 
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
-        """Takes the POST routes of `routers`: coroutines of a request and a `body`, which return a response."""
+        """Takes the POST routes of `routers`: functions of a request and its `body` that give a response."""
         self.app = app
         self._routes = {
             route.path: (route, get_type_hints(route.endpoint)["body"])
@@ -52,15 +52,19 @@ class Posts:
             return
         route, model = found
         scope["route"] = route
+        content = (await receive())["body"]
+        response: Response | None = None
         try:
-            content = (await receive())["body"]
-            body = read_body(content, _content_type(scope), model)
-            response: Response = await route.endpoint(Request(scope, receive, send), body)
+            with Connected(receive):
+                try:
+                    body = read_body(content, _content_type(scope), model)
+                    response = await route.endpoint(Request(scope, receive, send), body)
+                except (ApiError, OctavoError) as error:
+                    response = as_api_error(error).response()
+                await response(scope, receive, send)
         except ClientGone:
-            response = Response(status_code=499)
-        except (ApiError, OctavoError) as error:
-            response = as_api_error(error).response()
-        await response(scope, receive, send)
+            if response is None:
+                await Response(status_code=499)(scope, receive, send)
 
 
 def read_body(content: bytes, content_type: str | None, model: type[B]) -> B:

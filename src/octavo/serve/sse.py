@@ -1,7 +1,6 @@
-"""Answers to clients that may leave at any moment: streams of server-sent events, and whole ones.
+"""Answers that are streams of server-sent events.
 
-A client that has gone is noticed at once, whether it is streamed to or not, and what was generated for it is
-aborted. A client that takes nothing holds up nobody: sending waits for it alone, and gives it up in the end.
+A client that takes nothing holds up nobody: sending waits for it alone, and gives it up in the end.
 """
 
 from __future__ import annotations
@@ -10,20 +9,18 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from octavo.serve.api_errors import as_api_error
 from octavo.serve.begun import Begun
+from octavo.serve.connected import ClientGone, Connected
 from octavo.serve.direct import DirectWriter
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from fastapi import Request
     from starlette.types import Receive, Scope, Send
 
     from octavo.outputs import RequestOutput, StreamChunk
@@ -31,18 +28,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.serve")
 
-T = TypeVar("T")
-
 DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or nginx would gather the pieces
     (b"content-type", b"text/event-stream; charset=utf-8"),
 )
-
-
-class ClientGone(Exception):
-    """The client closed its connection before its answer was ready."""
 
 
 class Writer(Protocol):
@@ -71,7 +62,7 @@ class TextWriter(Writer, Protocol):
 
 
 class _Stream(Response):
-    """Sends events until they end or the client leaves, and aborts `generations` then."""
+    """Sends events until they end or it is cancelled, and aborts `generations` then."""
 
     media_type = "text/event-stream"
 
@@ -87,20 +78,15 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_piece = scope.get("state", {}).get("send_piece", send)  # see `access_log.RequestLog`
         self._direct = DirectWriter.find(scope)
-        try:
-            with contextlib.suppress(ClientGone), Connected(receive):
-                await self._write(send, send_piece)
-        finally:
-            for generation in self._generations:
-                generation.abort()
-
-    async def _write(self, send: Send, send_piece: Send) -> None:
         head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
             await self._wait_for(Begun(send(head)))
             await self._write_body(send_piece)
         except TimeoutError:
             logger.warning("a client took nothing for %g s and is given up", self._slow_reader_s)
+        finally:
+            for generation in self._generations:
+                generation.abort()
 
     async def _write_body(self, send: Send) -> None:
         raise NotImplementedError
@@ -126,6 +112,10 @@ class EventStream(_Stream):
     ) -> None:
         super().__init__((), slow_reader_s, status_code)
         self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone), Connected(receive):
+            await super().__call__(scope, receive, send)
 
     async def _write_body(self, send: Send) -> None:
         last = b""
@@ -293,46 +283,3 @@ def event(data: object) -> bytes:
 def error_event(error: Exception) -> bytes:
     """What a stream tells of an error, whatever it is."""
     return event(as_api_error(error).body())
-
-
-class Connected:
-    """A block for as long as the client is there: when it goes away, the block's task is cancelled in it, and
-    leaves it with ClientGone. `receive` must have no more of the request's body to tell.
-    """
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._is_gone = False
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._num_cancels = task.cancelling()
-        self._watching = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._is_gone = True
-        self._task.cancel()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._watching.cancel()
-        del self._watching  # what it ends with holds this object
-        if not self._is_gone:
-            return
-        is_ours = self._task.uncancel() <= self._num_cancels
-        if is_ours and kind is asyncio.CancelledError:
-            raise ClientGone from error
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled when the client goes away, which raises ClientGone.
-
-    The request's body must have been read. What `work` submits it must abort when it is cancelled.
-    """
-    with Connected(request.receive):
-        return await work
