@@ -262,7 +262,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, on_any)
     app.add_exception_handler(OctavoError, on_any)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_any)
 
 
 def _from_http(request: Request, error: HTTPException) -> ApiError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette.middleware.errors import ServerErrorMiddleware
 
 from octavo import __version__
 from octavo.serve import api_errors, chat, completions, guard, metrics, models, page, responses, state
@@ -40,8 +41,9 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, metrics: Metrics) -
     for router in _ROUTERS:
         app.include_router(router)
     api_errors.install(app)
-    app.add_middleware(Posts, routers=_ROUTERS)
-    guard.install(app, settings)
+    stack = app.build_middleware_stack()
+    assert isinstance(stack, ServerErrorMiddleware), "the outermost; our log answers for what nobody caught"
+    app.middleware_stack = guard.around(Posts(stack.app, _ROUTERS), settings)
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:

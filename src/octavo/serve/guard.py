@@ -28,7 +28,6 @@ from octavo.serve.api_errors import ApiError, as_api_error
 from octavo.serve.begun import Begun
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from octavo.serve.settings import ServeSettings
@@ -271,19 +270,18 @@ async def _discard(receive: Receive) -> None:
         return
 
 
-def install(app: FastAPI, settings: ServeSettings) -> None:
-    """Put everything on this page, request ids, the request log and (with `otlp_endpoint`) tracing around
-    `app`.
+def around(app: ASGIApp, settings: ServeSettings) -> ASGIApp:
+    """`app` with everything on this page, request ids, the request log and (with `otlp_endpoint`) tracing
+    around it.
 
     ConfigError when tracing is asked for and OpenTelemetry is not installed.
     """
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, idle_s=settings.idle_connection_s)
+    app = BodyLimit(app, max_bytes=settings.max_body_bytes, idle_s=settings.idle_connection_s)
     if settings.api_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_keys)
+        app = ApiKeys(app, keys=settings.api_keys)
     if settings.cors_origins:
-        app.add_middleware(Failures)
-        app.add_middleware(
-            CORSMiddleware,
+        app = CORSMiddleware(
+            Failures(app),
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["*"],
@@ -291,5 +289,5 @@ def install(app: FastAPI, settings: ServeSettings) -> None:
             max_age=600,
         )
     if settings.otlp_endpoint:
-        app.add_middleware(tracing.Tracing, tracer=tracing.Tracer.create(settings.otlp_endpoint))
-    app.add_middleware(access_log.RequestLog)
+        app = tracing.Tracing(app, tracer=tracing.Tracer.create(settings.otlp_endpoint))
+    return access_log.RequestLog(app)
