@@ -149,8 +149,7 @@ class SamplingParams:
             "skip_special_tokens": _flag("skip_special_tokens", skip_special_tokens),
             "include_stop_str_in_output": _flag("include_stop_str_in_output", include_stop_str_in_output),
         }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(values)
         self._check_together()
 
     def _check_together(self) -> None:
