@@ -251,7 +251,7 @@ def _one_line(text: str) -> str:
 
 def _plain(value: object) -> str:
     text = str(value)
-    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+    return text if isinstance(value, int | float) or _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 _PLAIN = re.compile(r"[\w./:+,{}*-]+", re.ASCII)
