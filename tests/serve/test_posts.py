@@ -4,14 +4,17 @@ import asyncio
 import json
 
 import pytest
+from fastapi import APIRouter, Request
 from helpers.chat import CHATML, tokenizer_with
 from helpers.live import BIG_CARD
 from helpers.serve import Answer, eventually, run, scripted_client
+from starlette.responses import Response
 
-from octavo.errors import shown
+from octavo.errors import EngineError, shown
 from octavo.serve.api_errors import ApiError
 from octavo.serve.app import create_app
-from octavo.serve.posts import read_body
+from octavo.serve.models import DetokenizeRequest
+from octavo.serve.posts import Posts, read_body
 from octavo.serve.protocol import CompletionRequest
 from octavo.serve.settings import ServeSettings
 
@@ -88,6 +91,8 @@ def test_the_description_has_every_such_route_with_its_body():
     answers = described["/v1/completions"]["post"]["responses"]
     assert answers.keys() == {"200", "400", "401", "404", "408", "413", "429", "500", "503"}
     assert answers["200"]["content"].keys() == {"application/json", "text/event-stream"}
+    answers = described["/detokenize"]["post"]["responses"]
+    assert answers["200"]["content"]["application/json"]["schema"]["type"] == "object"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +156,34 @@ def test_of_a_field_that_comes_twice_the_last_counts():
 )
 def test_a_body_that_cannot_be_read_says_why(content, message, code):
     assert problem(content) == (message, code)
+
+
+def test_what_a_route_raises_is_its_answer_and_no_failure_of_the_server():
+    router = APIRouter()
+
+    @router.post("/x")
+    async def refuse(request: Request, body: DetokenizeRequest) -> Response:
+        raise {1: ApiError(404, "no"), 2: EngineError("dead"), 3: ZeroDivisionError()}[body.tokens[0]]
+
+    async def test(token_id):
+        sent = []
+        messages = [{"type": "http.request", "body": b'{"tokens": [%d]}' % token_id}]
+
+        async def receive():
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": headers}
+        await Posts(None, [router])(scope, receive, send)
+        return sent[0]["status"]
+
+    assert run(test(1)) == 404
+    assert run(test(2)) == 503
+    with pytest.raises(ZeroDivisionError):
+        run(test(3))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
