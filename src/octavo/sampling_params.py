@@ -149,8 +149,7 @@ class SamplingParams:
             "skip_special_tokens": _flag("skip_special_tokens", skip_special_tokens),
             "include_stop_str_in_output": _flag("include_stop_str_in_output", include_stop_str_in_output),
         }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(values)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -265,7 +264,7 @@ def eos_token_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise RequestError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__})")
     number = operator.index(value)
     limit = 2**63 - 1 if high is None else high
@@ -283,7 +282,7 @@ def _number(
     above: float = -math.inf,
     high: float = math.inf,
 ) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise RequestError(f"{name} must be a number, got {shown(value)} ({type(value).__name__})")
     try:
         number = float(value)

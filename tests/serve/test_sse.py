@@ -1,6 +1,7 @@
 """Streams of server-sent events, against clients that leave, do not read, or see an error."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -8,8 +9,9 @@ from helpers.serve import events_of, eventually, run_timeless
 
 from octavo.errors import EngineError
 from octavo.outputs import RequestMetrics, RequestOutput, StreamChunk
+from octavo.serve.connected import ClientGone, Connected
 from octavo.serve.generation import Generation
-from octavo.serve.sse import ClientGone, EventStream, GenerationStream, event, while_connected
+from octavo.serve.sse import EventStream, GenerationStream, event
 
 
 class Client:
@@ -39,7 +41,11 @@ class Client:
             self.is_complete = not message["more_body"]
 
     def take(self, response):
-        return asyncio.create_task(response({"type": "http"}, self.receive, self.send))
+        async def serve():
+            with contextlib.suppress(ClientGone), Connected(self.receive):
+                await response({"type": "http"}, self.receive, self.send)
+
+        return asyncio.create_task(serve())
 
 
 class Spelling:
@@ -189,7 +195,7 @@ def test_a_piece_is_written_by_the_call_that_brings_it():
         stream.put("b", "c")
         assert client.body == b"<0a 0bc "
         stream.put("d", output=OUTPUT)
-        assert client.body == b"<0a 0bc 0d "
+        assert client.body == b"<0a 0bc ", "the last one goes with the end, in one message"
         await stream.serving
         assert client.body == b"<0a 0bc 0d 1>"
         assert client.is_complete
@@ -319,46 +325,5 @@ def test_a_connection_that_breaks_ends_the_stream_and_hurts_nobody_else():
         with pytest.raises(OSError, match="broken"):
             await stream.serving
         assert stream.num_aborts == 1
-
-    run_timeless(test())
-
-
-class FakeRequest:
-    def __init__(self, client):
-        self.receive = client.receive
-
-
-def test_work_for_a_client_is_cancelled_when_it_leaves():
-    async def test():
-        client, cancelled = Client(), asyncio.Event()
-
-        async def work():
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
-
-        working = asyncio.create_task(while_connected(FakeRequest(client), work()))
-        await asyncio.sleep(0.01)
-        client.gone.set()
-        with pytest.raises(ClientGone):
-            await working
-        assert cancelled.is_set()
-
-    run_timeless(test())
-
-
-def test_work_that_ends_gives_its_result_or_its_error():
-    async def test():
-        async def good():
-            await asyncio.sleep(0)
-            return 3
-
-        async def bad():
-            raise ZeroDivisionError
-
-        assert await while_connected(FakeRequest(Client()), good()) == 3
-        with pytest.raises(ZeroDivisionError):
-            await while_connected(FakeRequest(Client()), bad())
 
     run_timeless(test())

@@ -69,6 +69,15 @@ def test_a_request_goes_on_when_all_its_rows_are_free():
         one.check(4, 1, num_free_rows=9)
 
 
+def test_rows_that_were_waited_for_are_free_again():
+    one = room(max_requests=1, max_tokens=1000)
+    one.enter("a", 1, num_rows=2)
+    one.leave("a", 1)
+    one.check(3, 1, num_free_rows=2)
+    with pytest.raises(OverloadedError, match="and 2 more can run now; 4 came at once"):
+        one.check(4, 1, num_free_rows=2)
+
+
 def test_it_is_full_by_tokens_unless_it_is_empty():
     one = room()
     one.check(1, 1000)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 
 from octavo.serve.api_errors import as_api_error
 from octavo.serve.direct import DirectWriter
@@ -102,11 +102,11 @@ def _facts(outputs: list[RequestOutput]) -> dict[str, Any]:
     """Counts are sums and times are maxima over `outputs`."""
 
     def longest(name: str) -> float | None:
-        known = [getattr(output.metrics, name) for output in outputs]
-        return max((value for value in known if value is not None), default=None)
+        known = [value for one in outputs if (value := getattr(one.metrics, name)) is not None]
+        return round(max(known), 5) if known else None
 
     answers = [one for output in outputs for one in output.outputs]
-    facts: dict[str, Any] = {
+    return {
         "finish_reason": ",".join(sorted({one.finish_reason or "" for one in answers})),
         "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
         "cached_tokens": sum(output.num_cached_tokens for output in outputs),
@@ -117,7 +117,6 @@ def _facts(outputs: list[RequestOutput]) -> dict[str, Any]:
         "e2e_s": longest("e2e_s"),
         "preemptions": sum(output.metrics.num_preemptions for output in outputs),
     }
-    return {k: round(v, 5) if isinstance(v, float) else v for k, v in facts.items() if v is not None}
 
 
 class RequestLog:
@@ -149,7 +148,8 @@ class RequestLog:
                 is_complete = not message.get("more_body", False)
             elif message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = record.request_id
+                id_header = (HEADER.encode(), record.request_id.encode())
+                message = {**message, "headers": [*message["headers"], id_header]}
             return send(message)
 
         # For pieces of a stream once its head is on its way: all between here and the route look at the head
@@ -193,7 +193,7 @@ def _id_for(given: list[str]) -> str:
     """The client's own id when it gave one that is safe in logs and headers, else a new one."""
     if len(given) == 1 and _SAFE_ID.fullmatch(given[0]):
         return given[0]
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def route_of(scope: Scope) -> str:
@@ -251,7 +251,10 @@ def _one_line(text: str) -> str:
 
 def _plain(value: object) -> str:
     text = str(value)
-    return text if re.fullmatch(r"[\w./:+,{}*-]+", text, re.ASCII) else json.dumps(text)
+    return text if isinstance(value, int | float) or _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+_PLAIN = re.compile(r"[\w./:+,{}*-]+", re.ASCII)
 
 
 def configure(log_format: str) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -26,7 +24,6 @@ from octavo.errors import (
     RequestError,
     RequestTimeoutError,
     UnsupportedKernelConfig,
-    shown,
 )
 from octavo.sampling_params import SamplingParams
 from octavo.serve.expected import problem
@@ -198,27 +195,12 @@ def _limit_code(message: str) -> str | None:
     return "context_length_exceeded" if message.startswith("prompt has ") else None
 
 
-def describe_validation(
-    errors: Sequence[Any], content_type: str | None = None, body: object = None
-) -> ApiError:
-    """The 400 for a body that pydantic refused: what is wrong with which field, for all of them.
-
-    `body`: its text, where it is no JSON.
-    """
+def describe_validation(errors: Sequence[Any]) -> ApiError:
+    """The 400 for a body that pydantic refused: what is wrong with which field, for all of them."""
     problems: dict[str, None] = {}  # branches of a union may complain alike
     param = None
     for error in errors[:_MAX_ERRORS]:
         where = _place(error["loc"])
-        if error["type"] == "json_invalid":
-            why = error.get("ctx", {}).get("error", error["msg"]).removesuffix(" at")
-            at = _line_and_column(body, error["loc"][-1])
-            return ApiError(400, f"the body is not valid JSON: {why}{at}", code="invalid_json")
-        if error["type"] == "missing" and not where:
-            return ApiError(400, "the body is empty; expected a JSON object")
-        if isinstance(error.get("input"), bytes) and not where:
-            return ApiError(
-                400, f"the Content-Type of the body must be application/json, got {content_type or 'none'}"
-            )
         if error["type"] == "extra_forbidden":
             where = _place((*error["loc"][:-1], _Named(error["loc"][-1])))
         param = param or where or None
@@ -228,24 +210,16 @@ def describe_validation(
     return ApiError(400, "; ".join(list(problems)[:4]) + more, param=param)
 
 
-def _line_and_column(text: object, place: object) -> str:
-    if not isinstance(text, str) or not isinstance(place, int):
-        return ""
-    line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
-    return f" at line {line}, column {column}"
-
-
 _MAX_ERRORS: Final = 20
 
 
 def _place(loc: Sequence[Any]) -> str:
-    """`messages[0].content` for ("body", "messages", 0, "content")."""
+    """`messages[0].content` for ("messages", 0, "content")."""
     place = ""
-    parts = loc[1:] if loc and loc[0] in ("body", "path", "query", "header") else loc
-    for i, part in enumerate(parts):
+    for i, part in enumerate(loc):
         if isinstance(part, int):
             place += f"[{part}]"
-        elif part in _ITEM_KINDS and i + 1 < len(parts) and place.endswith("]"):
+        elif part in _ITEM_KINDS and i + 1 < len(loc) and place.endswith("]"):
             pass
         elif isinstance(part, _Named) or not _BRANCH.search(str(part)):
             place += f".{part}" if place else str(part)
@@ -281,35 +255,19 @@ def install(app: FastAPI) -> None:
     async def on_any(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    async def on_validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        content_type = shown(request.headers["content-type"]) if "content-type" in request.headers else None
-        return describe_validation(error.errors(), content_type, error.body).response()
-
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return _from_http(request, error).response()
 
     app.add_exception_handler(ApiError, on_any)
     app.add_exception_handler(OctavoError, on_any)
-    app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_any)
 
 
 def _from_http(request: Request, error: HTTPException) -> ApiError:
     message = str(error.detail)
-    cause = error.__cause__ or error.__context__
     if error.status_code == 404:
         message = f"there is nothing at {request.method} {request.url.path}; the API is at /v1, see /docs"
     elif error.status_code == 405:
         message = f"{request.url.path} does not take {request.method}"
-    elif isinstance(cause, UnicodeError):
-        message = f"the body is not UTF-8: {cause.reason if hasattr(cause, 'reason') else cause}"
-    elif isinstance(cause, RecursionError):
-        message = "the body is nested too deeply"
-    elif isinstance(cause, ValueError) and "digits" in str(cause):
-        message = f"the body holds a number of more than {sys.get_int_max_str_digits()} digits; send fewer"
-    elif error.status_code == 400 and cause is not None:
-        message = "the body is not valid JSON"
     return ApiError(error.status_code, message, headers=error.headers)

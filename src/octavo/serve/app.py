@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from starlette.responses import Response
+from fastapi import FastAPI
+from starlette.middleware.errors import ServerErrorMiddleware
 
 from octavo import __version__
 from octavo.serve import api_errors, chat, completions, guard, metrics, models, page, responses, state
-from octavo.serve.sse import ClientGone
+from octavo.serve.posts import Posts
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -41,8 +41,9 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, metrics: Metrics) -
     for router in _ROUTERS:
         app.include_router(router)
     api_errors.install(app)
-    app.add_exception_handler(ClientGone, _nobody_listens)
-    guard.install(app, settings)
+    stack = app.build_middleware_stack()
+    assert isinstance(stack, ServerErrorMiddleware), "the outermost; our log answers for what nobody caught"
+    app.middleware_stack = guard.around(Posts(stack.app, _ROUTERS), settings)
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -60,7 +61,3 @@ def _without_422(description: dict[str, Any]) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         description["components"]["schemas"].pop(name, None)
     return description
-
-
-async def _nobody_listens(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)

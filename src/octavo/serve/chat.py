@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from octavo.outputs import Logprob, RequestOutput, StreamChunk
@@ -27,7 +28,7 @@ from octavo.serve.chat_protocol import ChatRequest
 from octavo.serve.models import check_model
 from octavo.serve.respond import respond_to_chat
 from octavo.serve.response_parts import Usage, chat_logprobs, usage_of
-from octavo.serve.sse import DONE, error_event, while_connected
+from octavo.serve.sse import DONE, error_event
 from octavo.serve.tools import Event
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     engine: AsyncEngine = request.app.state.engine
     settings: ServeSettings = request.app.state.settings
     model = check_model(request, body.model)
-    return await while_connected(request, _respond(body, model, engine, settings))
+    return await _respond(body, model, engine, settings)
 
 
 async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings: ServeSettings) -> Response:
@@ -120,7 +121,7 @@ class _Writer:
             "created": self._created,
             "model": self._model,
         }
-        self._head = f'data: {_json(about)[:-1]},"choices":['
+        self._head = f'data: {to_json(about)[:-1].decode()},"choices":['
         # With usage asked for, every other chunk says that it is not the one.
         tail = '],"usage":null}\n\n' if self._has_usage else "]}\n\n"
         self._choices = [

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from octavo.errors import RequestError, shown
@@ -19,7 +20,7 @@ from octavo.serve.models import check_model
 from octavo.serve.protocol import CompletionRequest, format_place, to_sampling_params
 from octavo.serve.respond import respond
 from octavo.serve.response_parts import CompletionLogprobs, completion_logprobs, usage_of
-from octavo.serve.sse import DONE, error_event, event, while_connected
+from octavo.serve.sse import DONE, error_event, event
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -38,7 +39,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     settings: ServeSettings = request.app.state.settings
     model = check_model(request, body.model)
     try:
-        return await while_connected(request, _respond(body, model, engine, settings))
+        return await _respond(body, model, engine, settings)
     except RequestError as error:
         raise named_format(error, *format_place(body)) from error
 
@@ -192,7 +193,7 @@ class _Writer:
         options = self._body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         head = {**self._head, "usage": None} if self._has_usage else self._head
-        self._chunk_head = f'data: {_json(head)[:-1]},"choices":['
+        self._chunk_head = f'data: {to_json(head)[:-1].decode()},"choices":['
         self._offsets: dict[int, int] = {}
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         told = [

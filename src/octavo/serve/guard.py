@@ -25,9 +25,9 @@ from starlette.middleware.cors import CORSMiddleware
 from octavo.errors import ConfigError
 from octavo.serve import access_log, tracing
 from octavo.serve.api_errors import ApiError, as_api_error
+from octavo.serve.begun import Begun
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from octavo.serve.settings import ServeSettings
@@ -186,21 +186,24 @@ class BodyLimit:
         now = asyncio.get_running_loop().time
         end_s = now() + BODY_TIMEOUT_S
         try:
-            async with asyncio.timeout(None) as patience:
-                while has_more and size <= self._max_bytes and not is_crowded:
+            while has_more and size <= self._max_bytes and not is_crowded:
+                receiving = Begun(receive())
+                if receiving.is_done:  # as nearly always: it came with its head
+                    message = receiving.value
+                else:
                     deadline_s = min(end_s, now() + self._idle_s)
-                    patience.reschedule(deadline_s)
                     if size > SMALL_BODY_BYTES:
                         self._deadlines[body] = deadline_s
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return  # the client has gone
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    self._num_arriving_bytes += len(parts[-1])
-                    has_more = message.get("more_body", False)
-                    is_full = self._num_arriving_bytes > NUM_LARGE_BODIES * self._max_bytes
-                    is_crowded = has_more and is_full and size > SMALL_BODY_BYTES
+                    async with asyncio.timeout_at(deadline_s):
+                        message = await receiving
+                if message["type"] != "http.request":
+                    return  # the client has gone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                self._num_arriving_bytes += len(parts[-1])
+                has_more = message.get("more_body", False)
+                is_full = self._num_arriving_bytes > NUM_LARGE_BODIES * self._max_bytes
+                is_crowded = has_more and is_full and size > SMALL_BODY_BYTES
         except TimeoutError:
             problem = f"did not arrive within {BODY_TIMEOUT_S:g} s"
             if now() < end_s:
@@ -267,19 +270,18 @@ async def _discard(receive: Receive) -> None:
         return
 
 
-def install(app: FastAPI, settings: ServeSettings) -> None:
-    """Put everything on this page, request ids, the request log and (with `otlp_endpoint`) tracing around
-    `app`.
+def around(app: ASGIApp, settings: ServeSettings) -> ASGIApp:
+    """`app` with everything on this page, request ids, the request log and (with `otlp_endpoint`) tracing
+    around it.
 
     ConfigError when tracing is asked for and OpenTelemetry is not installed.
     """
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, idle_s=settings.idle_connection_s)
+    app = BodyLimit(app, max_bytes=settings.max_body_bytes, idle_s=settings.idle_connection_s)
     if settings.api_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_keys)
+        app = ApiKeys(app, keys=settings.api_keys)
     if settings.cors_origins:
-        app.add_middleware(Failures)
-        app.add_middleware(
-            CORSMiddleware,
+        app = CORSMiddleware(
+            Failures(app),
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["*"],
@@ -287,5 +289,5 @@ def install(app: FastAPI, settings: ServeSettings) -> None:
             max_age=600,
         )
     if settings.otlp_endpoint:
-        app.add_middleware(tracing.Tracing, tracer=tracing.Tracer.create(settings.otlp_endpoint))
-    app.add_middleware(access_log.RequestLog)
+        app = tracing.Tracing(app, tracer=tracing.Tracer.create(settings.otlp_endpoint))
+    return access_log.RequestLog(app)

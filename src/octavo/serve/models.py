@@ -140,8 +140,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     return Response(await engine.off_loop(body_size.get(), answer), media_type="application/json")
 
 
-@router.post("/detokenize", tags=["tokenizer"], responses=ERROR_RESPONSES)
-async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
+@router.post("/detokenize", tags=["tokenizer"], responses=ERROR_RESPONSES, response_model=dict[str, Any])
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids."""
     check_model(request, body.model)
     engine: AsyncEngine = request.app.state.engine
@@ -154,7 +154,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any
                 raise RequestError(f"tokens[{i}] is {token}, outside the vocabulary (0 to {vocab_size - 1})")
         return tokenizer.decode(body.tokens, skip_special_tokens=skips)
 
-    return {"prompt": await engine.off_loop(body_size.get(), decode)}
+    return JSONResponse({"prompt": await engine.off_loop(body_size.get(), decode)})
 
 
 @router.get("/health", tags=["server"], responses={503: {"description": "Loading, draining, stuck or dead."}})

@@ -307,23 +307,25 @@ class ModelFacts(Protocol):
         """The model's generation_config.json."""
 
 
-_SAME_NAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "n",
-    "seed",
-    "stop",
-    "min_tokens",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
+_SAME_NAME = frozenset(
+    (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "n",
+        "seed",
+        "stop",
+        "min_tokens",
+        "stop_token_ids",
+        "allowed_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+    )
 )
 
 
@@ -337,7 +339,9 @@ def to_sampling_params(request: SamplingFields, card: ModelFacts, **more: Any) -
         RequestError: two options contradict each other.
     """
     options: dict[str, Any] = {
-        name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None
+        name: value
+        for name in request.model_fields_set & _SAME_NAME
+        if (value := getattr(request, name)) is not None
     }
     if "temperature" not in options and _recommends_no_temperature(card.defaults):
         options["temperature"] = DEFAULT_TEMPERATURE

@@ -20,7 +20,7 @@ from octavo.serve.respond import respond_to_chat
 from octavo.serve.response_parts import chat_logprobs
 from octavo.serve.responses_output import EventBody, OutputBuilder
 from octavo.serve.responses_protocol import ResponsesRequest
-from octavo.serve.sse import error_event, while_connected
+from octavo.serve.sse import error_event
 
 if TYPE_CHECKING:
     from octavo.serve.async_engine import AsyncEngine
@@ -38,7 +38,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     engine: AsyncEngine = request.app.state.engine
     settings: ServeSettings = request.app.state.settings
     model = check_model(request, body.model)
-    return await while_connected(request, _respond(body, model, engine, settings))
+    return await _respond(body, model, engine, settings)
 
 
 async def _respond(

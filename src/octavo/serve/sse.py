@@ -1,7 +1,6 @@
-"""Answers to clients that may leave at any moment: streams of server-sent events, and whole ones.
+"""Answers that are streams of server-sent events.
 
-A client that has gone is noticed at once, whether it is streamed to or not, and what was generated for it is
-aborted. A client that takes nothing holds up nobody: sending waits for it alone, and gives it up in the end.
+A client that takes nothing holds up nobody: sending waits for it alone, and gives it up in the end.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from octavo.serve.api_errors import as_api_error
+from octavo.serve.begun import Begun
+from octavo.serve.connected import ClientGone, Connected
 from octavo.serve.direct import DirectWriter
 
 if TYPE_CHECKING:
-    from fastapi import Request
     from starlette.types import Receive, Scope, Send
 
     from octavo.outputs import RequestOutput, StreamChunk
@@ -28,17 +28,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.serve")
 
-T = TypeVar("T")
-
 DONE: Final = b"data: [DONE]\n\n"
-HEADERS: Final = {
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # or nginx would gather the pieces
-}
-
-
-class ClientGone(Exception):
-    """The client closed its connection before its answer was ready."""
+_HEADERS: Final = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx would gather the pieces
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 
 
 class Writer(Protocol):
@@ -57,7 +52,6 @@ class Writer(Protocol):
         """What is told instead of `end`, as headers have gone by then."""
 
 
-@runtime_checkable
 class TextWriter(Writer, Protocol):
     """One that has a shorter way with nearly all that comes."""
 
@@ -68,13 +62,15 @@ class TextWriter(Writer, Protocol):
 
 
 class _Stream(Response):
-    """Sends events until they end or the client leaves, and aborts `generations` then."""
+    """Sends events until they end or it is cancelled, and aborts `generations` then."""
 
     media_type = "text/event-stream"
 
     def __init__(self, generations: Sequence[Generation], slow_reader_s: float, status_code: int) -> None:
-        super().__init__(status_code=status_code, headers=HEADERS)
-        del self.headers["content-length"]
+        # Nothing of `Response`'s own: it would make the same headers each time.
+        self.status_code = status_code
+        self.background = None
+        self.raw_headers = list(_HEADERS)
         self._generations = generations
         self._slow_reader_s = slow_reader_s
         self._direct: DirectWriter | None = None
@@ -82,36 +78,24 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_piece = scope.get("state", {}).get("send_piece", send)  # see `access_log.RequestLog`
         self._direct = DirectWriter.find(scope)
-        writing = asyncio.create_task(self._write(send, send_piece))
-        watching = asyncio.create_task(_until_gone(receive))
-        try:
-            await asyncio.wait((writing, watching), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for generation in self._generations:
-                generation.abort()
-            for task in (writing, watching):
-                if not task.done():
-                    task.cancel()
-            await asyncio.gather(writing, watching, return_exceptions=True)
-        if not writing.cancelled() and (error := writing.exception()) is not None:
-            raise error
-
-    async def _write(self, send: Send, send_piece: Send) -> None:
         head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
-            await self._wait_for(_begun(send(head)))
+            await self._wait_for(Begun(send(head)))
             await self._write_body(send_piece)
         except TimeoutError:
             logger.warning("a client took nothing for %g s and is given up", self._slow_reader_s)
+        finally:
+            for generation in self._generations:
+                generation.abort()
 
     async def _write_body(self, send: Send) -> None:
         raise NotImplementedError
 
-    async def _wait_for(self, rest: _Rest | None) -> None:
+    async def _wait_for(self, sending: Begun[None]) -> None:
         """Until the client has taken it; TimeoutError when it takes nothing for too long."""
-        if rest is not None:
+        if not sending.is_done:
             async with asyncio.timeout(self._slow_reader_s):
-                await rest
+                await sending
 
 
 class EventStream(_Stream):
@@ -129,6 +113,10 @@ class EventStream(_Stream):
         super().__init__((), slow_reader_s, status_code)
         self._events = events
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone), Connected(receive):
+            await super().__call__(scope, receive, send)
+
     async def _write_body(self, send: Send) -> None:
         last = b""
         try:
@@ -140,11 +128,11 @@ class EventStream(_Stream):
                 except Exception as error:
                     last = error_event(error)
                     break
-                await self._wait_for(_begun(send(_body(event))))
+                await self._wait_for(Begun(send(_body(event))))
         finally:
             if (close := getattr(self._events, "aclose", None)) is not None:
                 await close()
-        await self._wait_for(_begun(send(_body(last, is_last=True))))
+        await self._wait_for(Begun(send(_body(last, is_last=True))))
 
 
 class GenerationStream(_Stream):
@@ -168,7 +156,10 @@ class GenerationStream(_Stream):
         self._ready = dict.fromkeys(self._open)
         """Places of generations with news, in the order in which they came."""
         self._failure: Exception | None = None
-        self._rest: _Rest | None = None
+        self._last = b""
+        """What the last pieces bring, which goes with the end of the stream."""
+        self._sending: Begun[None] | None = None
+        """What the client has not taken yet."""
         self._waiter: asyncio.Future[None] | None = None
         self._send: Send  # from the moment that the body begins
         self._write_now: Callable[[bytes], bool] | None = None
@@ -180,11 +171,11 @@ class GenerationStream(_Stream):
             for place, generation in enumerate(self._generations):
                 generation.on_news = functools.partial(self._on_news, place)
             if self._begin:
-                await self._wait_for(_begun(send(_body(self._begin))))
-            while self._rest is not None or (self._failure is None and self._open):
-                if self._rest is not None:
-                    await self._wait_for(self._rest)
-                    self._rest = None
+                await self._wait_for(Begun(send(_body(self._begin))))
+            while self._sending is not None or (self._failure is None and self._open):
+                if self._sending is not None:
+                    await self._wait_for(self._sending)
+                    self._sending = None
                 elif self._ready:
                     self._pump()
                 else:
@@ -196,9 +187,9 @@ class GenerationStream(_Stream):
         finally:
             for generation in self._generations:
                 generation.on_news = generation.on_text = None
-            if self._rest is not None:
-                self._rest.close()
-        await self._wait_for(_begun(send(_body(self._last_words(), is_last=True))))
+            if self._sending is not None:
+                self._sending.close()
+        await self._wait_for(Begun(send(_body(self._last + self._last_words(), is_last=True))))
 
     def _on_news(self, place: int) -> None:
         self._ready[place] = None
@@ -210,7 +201,7 @@ class GenerationStream(_Stream):
         except Exception as error:
             waiter.set_exception(error)
             return
-        if self._rest is not None or self._failure is not None or not self._open:
+        if self._sending is not None or self._failure is not None or not self._open:
             waiter.set_result(None)
 
     def _pump(self) -> None:
@@ -229,7 +220,10 @@ class GenerationStream(_Stream):
             if generation.output is not None:
                 self._open.discard(place)
         self._ready.clear()
-        if data := b"".join(parts):
+        data = b"".join(parts)
+        if self._failure is not None or not self._open:
+            self._last = data
+        elif data:
             self._send_on(data)
 
     def _on_text(self, put_into_words: Callable[[int, str], bytes | None], place: int, text: str) -> bool:
@@ -251,21 +245,22 @@ class GenerationStream(_Stream):
             except Exception as error:
                 waiter.set_exception(error)
                 return True
-            if self._rest is not None:
+            if self._sending is not None:
                 waiter.set_result(None)
         return True
 
     def _send_on(self, data: bytes) -> None:
         if self._write_now is None or not self._write_now(data):
-            self._rest = _begun(self._send(_body(data)))
+            sending = Begun(self._send(_body(data)))
+            self._sending = None if sending.is_done else sending
             if self._write_now is None and self._direct is not None:
                 self._go_direct(self._direct)
 
     def _go_direct(self, direct: DirectWriter) -> None:
         self._write_now = direct.write
-        if isinstance(self._writer, TextWriter):
+        if (put_into_words := getattr(self._writer, "text", None)) is not None:  # it is a `TextWriter`
             for place, generation in enumerate(self._generations):
-                generation.on_text = functools.partial(self._on_text, self._writer.text, place)
+                generation.on_text = functools.partial(self._on_text, put_into_words, place)
 
     def _last_words(self) -> bytes:
         if self._failure is None:
@@ -274,33 +269,6 @@ class GenerationStream(_Stream):
             except Exception as error:
                 self._failure = error
         return self._writer.failed(self._failure)
-
-
-class _Rest:
-    """A call that has begun and waits for something: to be awaited by a task, or closed."""
-
-    def __init__(self, first: Any, call: Generator[Any, Any, Any]) -> None:
-        self._first = first
-        self._call = call
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        try:
-            yield self._first
-            yield from self._call
-        finally:
-            self._call.close()
-
-    def close(self) -> None:
-        self._call.close()
-
-
-def _begun(call: Awaitable[None]) -> _Rest | None:
-    """Run `call` as far as it gets without waiting: None when that is to its end."""
-    steps = call.__await__()
-    try:
-        return _Rest(next(steps), steps)
-    except StopIteration:
-        return None
 
 
 def _body(data: bytes, *, is_last: bool = False) -> dict[str, Any]:
@@ -315,29 +283,3 @@ def event(data: object) -> bytes:
 def error_event(error: Exception) -> bytes:
     """What a stream tells of an error, whatever it is."""
     return event(as_api_error(error).body())
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled when the client goes away, which raises ClientGone.
-
-    The request's body must have been read, as it is wherever FastAPI hands a route its fields. What `work`
-    submits it must abort when it is cancelled.
-    """
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_until_gone(request.receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        if not working.done():
-            working.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await working
-    if working.cancelled():
-        raise ClientGone
-    return working.result()
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -25,6 +25,8 @@ class WaitingRoom:
         self._settings = settings
         self.last_wait_s = 1.0
         self._rows: dict[str, int] = {}
+        self._num_rows = 0
+        """Their sum."""
         self._num_tokens = 0
         self._num_texts = 0
         self._num_text_tokens = 0
@@ -67,22 +69,27 @@ class WaitingRoom:
     def enter(self, request_id: str, num_tokens: int, num_rows: int = 1) -> None:
         """A request with so many prompt tokens waits for the engine, whether there was room or not."""
         self._rows[request_id] = num_rows
+        self._num_rows += num_rows
         self._num_tokens += num_tokens
 
     def leave(self, request_id: str, num_tokens: int) -> None:
         """It does so no longer."""
-        del self._rows[request_id]
+        self._num_rows -= self._rows.pop(request_id)
         self._num_tokens -= num_tokens
 
     def _blocked(self, num_free_rows: int) -> tuple[int, int]:
         """How many in the queue find no rows, and how many rows the others leave. A text takes one."""
         num_blocked = self.num_requests
-        for num_rows in self._rows.values():
-            if num_free_rows == 0:
-                break
-            if num_rows <= num_free_rows:
-                num_free_rows -= num_rows
-                num_blocked -= 1
+        # In a burst each that comes asks: only where some want several rows are all gone over.
+        if self._num_rows <= num_free_rows:
+            num_blocked, num_free_rows = 0, num_free_rows - self._num_rows
+        elif self._num_rows == num_blocked:
+            num_blocked, num_free_rows = num_blocked - num_free_rows, 0
+        else:
+            for num_rows in self._rows.values():
+                if num_rows <= num_free_rows:
+                    num_free_rows -= num_rows
+                    num_blocked -= 1
         num_texts = min(self._num_texts, num_free_rows)
         return num_blocked + self._num_texts - num_texts, num_free_rows - num_texts
 
