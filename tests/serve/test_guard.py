@@ -74,6 +74,23 @@ def test_any_of_the_keys_lets_in_and_nothing_else_does():
         )
 
 
+@pytest.mark.parametrize(
+    ("values", "end"),
+    [
+        (["Bearer wrong"], "this API key is not known here; check the one your client sends"),
+        ([], "'Authorization: Bearer KEY'"),
+        (["first-key"], "'Authorization: Bearer KEY'; the one that came has another form"),
+        (["Basic first-key"], "'Authorization: Bearer KEY'; the one that came has another form"),
+        (["Bearer"], "'Authorization: Bearer KEY'; the one that came has another form"),
+        (["Bearer first-key"] * 2, "'Authorization: Bearer KEY', once"),
+    ],
+)
+def test_who_is_not_let_in_is_told_what_to_send(values, end):
+    (answer,) = asked(KEYS, with_header(*values))
+    assert answer.status_code == 401
+    assert answer.json()["error"]["message"].endswith(end)
+
+
 def test_everything_needs_a_key_but_the_page_and_whether_the_server_lives():
     def status(path):
         (answer,) = asked(KEYS, ("GET", path, {}))

@@ -19,7 +19,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
         ("chat/completions", {"messages": [{"role": "user", "content": ZEROS}]}, "messages[0].content[0]"),
         ("chat/completions", {"messages": MESSAGES, "tools": ZEROS}, "tools[0]"),
         ("chat/completions", {"messages": MESSAGES, "documents": ZEROS}, "documents[0]"),
-        ("chat/completions", {"messages": MESSAGES, "documents": [SURROGATES]}, "messages"),
+        ("chat/completions", {"messages": MESSAGES, "documents": [SURROGATES]}, "documents"),
         (
             "chat/completions",
             {"messages": MESSAGES, "chat_template_kwargs": SURROGATES},

@@ -111,12 +111,22 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error object, ready for JSON."""
-        # A message may quote what the client sent, lone surrogates included, and those have no UTF-8.
-        message = self.message.encode("utf-8", "backslashreplace").decode()
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": _as_utf8(self.message),
+                "type": self.type,
+                "param": None if self.param is None else _as_utf8(self.param),
+                "code": self.code,
+            }
+        }
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _as_utf8(text: str) -> str:
+    """Errors may quote what the client sent, lone surrogates included, and those have no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -151,6 +161,7 @@ _FIELDS = frozenset(f.name for f in fields(SamplingParams)) | {
     "priority",
     "cache_salt",
     "chat_template_kwargs",
+    "documents",
     "response_format",
     "continue_final_message",
     "add_generation_prompt",
@@ -194,6 +205,43 @@ def named_prompt(error: RequestError, field: str) -> Exception:
     return error
 
 
+def named_text(error: RequestError, sent: BaseModel, field: str) -> Exception:
+    """`named_prompt` for the prompt of a chat; a text in `sent`, the request, that is no valid Unicode is
+    named by its place. `messages` are the client's `field`.
+    """
+    place = None
+    if str(error).startswith(_NO_UNICODE):
+        place = _lone_surrogate(sent.model_dump(include=_IN_PROMPT))
+    if place is None:
+        return named_prompt(error, field)
+    place = place[1:200]
+    if field != "messages" and place.startswith("messages["):
+        place = field
+    return ApiError(400, f"{place}: {str(error).removeprefix('prompt: ')}", param=place)
+
+
+_NO_UNICODE: Final = "prompt: not valid Unicode"
+_IN_PROMPT: Final = {"messages", "tools", "documents", "chat_template_kwargs"}
+"""The fields that a chat template writes out."""
+
+
+def _lone_surrogate(value: object) -> str | None:
+    """Where in JSON data the first text is that has no UTF-8 form: ``.tools[0].name``."""
+    if isinstance(value, str):
+        return None if _as_utf8(value) == value else ""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            place = _lone_surrogate(item) if _lone_surrogate(key) is None else ""
+            if place is not None:
+                return f".{key}{place}"
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            place = _lone_surrogate(item)
+            if place is not None:
+                return f"[{i}]{place}"
+    return None
+
+
 def _limit_code(message: str) -> str | None:
     return "context_length_exceeded" if message.startswith("prompt has ") else None
 
@@ -203,7 +251,7 @@ def describe_validation(
 ) -> ApiError:
     """The 400 for a body that pydantic refused: what is wrong with which field, for all of them.
 
-    `body`: its text, where it is no JSON.
+    `body`: as it was read; its text, where it is no JSON.
     """
     problems: dict[str, None] = {}  # branches of a union may complain alike
     param = None
@@ -221,6 +269,10 @@ def describe_validation(
             )
         if error["type"] == "extra_forbidden":
             where = _place((*error["loc"][:-1], _Named(error["loc"][-1])))
+        elif error["type"] == "string_unicode" and isinstance(_value_at(error["loc"], body), dict):
+            # A name that is no Unicode, which no field has.
+            where = _place((*error["loc"], _Named(error["input"])))
+            error = {"type": "extra_forbidden"}
         param = param or where or None
         problems[f"{where or 'the body'}: {problem(error)}"] = None
     # A union tells of every branch; a few say enough.
@@ -236,6 +288,15 @@ def _line_and_column(text: object, place: object) -> str:
 
 
 _MAX_ERRORS: Final = 20
+
+
+def _value_at(loc: Sequence[Any], body: object) -> object:
+    """What stands in `body` where pydantic found something wrong."""
+    value = body
+    for part in loc[1:]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+    return value
 
 
 def _place(loc: Sequence[Any]) -> str:

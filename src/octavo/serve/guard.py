@@ -99,12 +99,13 @@ class ApiKeys:
         if scope["type"] != "http" or _is_open(scope["path"]) or self._is_known(scope):
             await self.app(scope, receive, send)
             return
-        has_one = "authorization" in Headers(scope=scope)
-        message = (
-            "this API key is not known here; check the one your client sends"
-            if has_one
-            else "this server needs an API key: send the header 'Authorization: Bearer KEY'"
-        )
+        given = Headers(scope=scope).getlist("authorization")
+        if len(given) == 1 and given[0].lower().startswith("bearer "):
+            message = "this API key is not known here; check the one your client sends"
+        else:
+            message = "this server needs an API key: send the header 'Authorization: Bearer KEY'"
+            if given:
+                message += ", once" if len(given) > 1 else "; the one that came has another form"
         error = ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
         await error.response()(scope, receive, send)
 
