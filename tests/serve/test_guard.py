@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -149,6 +150,11 @@ def test_a_key_that_cannot_be_one_is_refused_without_showing_it(tmp_path, option
         read_api_keys(*(options or ((),)), file, {})
     assert "geheim" not in str(refused.value)
     assert "two words" not in str(refused.value)
+
+
+def test_a_file_that_never_ends_is_no_key_file():
+    with pytest.raises(ConfigError, match="api_key_file: '/dev/zero' has more than 1,048,576 characters"):
+        read_api_keys(file=Path("/dev/zero"), environ={})
 
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])

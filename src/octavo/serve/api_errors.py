@@ -361,10 +361,14 @@ def install(app: FastAPI) -> None:
 def _from_http(request: Request, error: HTTPException) -> ApiError:
     message = str(error.detail)
     cause = error.__cause__ or error.__context__
+    path = request.url.path if len(request.url.path) <= 200 else f"{request.url.path[:200]}..."
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if error.status_code == 404:
-        message = f"there is nothing at {request.method} {request.url.path}; the API is at /v1, see /docs"
+        message = f"there is nothing at {request.method} {path}; the API is at /v1, see /docs"
     elif error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
+        message = f"{path} does not take {request.method}"
+    elif cause is not None and encoding != "identity":
+        message = f"the body cannot be read with Content-Encoding {shown(encoding)}; send it as plain JSON"
     elif isinstance(cause, UnicodeError):
         message = f"the body is not UTF-8: {cause.reason if hasattr(cause, 'reason') else cause}"
     elif isinstance(cause, RecursionError):

@@ -48,6 +48,7 @@ def compile_kernel(function: Callable[[int], None]) -> int:
     # `_nrt` off: no array is ever made here, so Numba's reference counting need not be linked.
     options: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
     compiler = functools.partial(numba.cfunc, types.void(types.intp), **options)
+    kernel: Any
     try:
         kernel = _kept_on_disk(functools.partial(compiler, cache=True), function)
     except (OSError, RuntimeError) as error:
@@ -58,7 +59,7 @@ def compile_kernel(function: Callable[[int], None]) -> int:
         kernel = compiler()(function)
     _alive.append(kernel)
     assert kernel.address is not None
-    return kernel.address
+    return int(kernel.address)
 
 
 def _kept_on_disk(compiler: Callable[..., Any], function: Callable[[int], None]) -> Any:
@@ -68,9 +69,10 @@ def _kept_on_disk(compiler: Callable[..., Any], function: Callable[[int], None])
         if _is_about_the_folder(error):
             raise
         # The file was cut short, say: what reading it raises then can be anything.
-        from numba.core.caching import FunctionCache
+        from numba.core import caching
 
-        FunctionCache(function).flush()
+        cache: Any = caching.FunctionCache
+        cache(function).flush()
         return compiler()(function)
 
 
