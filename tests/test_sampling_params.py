@@ -265,11 +265,14 @@ def test_generation_config(config, expected):
     assert SamplingParams.from_generation_config(config) == expected
 
 
-def test_generation_config_is_checked():
-    with pytest.raises(RequestError, match="top_p must be above 0"):
-        SamplingParams.from_generation_config({"top_p": 0.0})
-    with pytest.raises(RequestError, match="do_sample must be True or False, got 'no'"):
+def test_generation_config_is_checked_and_named_only_where_it_is_at_fault():
+    with pytest.raises(RequestError, match=r"^the model's generation_config.json: top_p must be above 0"):
+        SamplingParams.from_generation_config({"top_p": 0.0}, temperature=1.0)
+    with pytest.raises(RequestError, match=r"^the model's .*: do_sample must be True or False, got 'no'"):
         SamplingParams.from_generation_config({"do_sample": "no"})
+    with pytest.raises(RequestError, match=r"^top_p must be above 0"):
+        SamplingParams.from_generation_config({"temperature": 1.0}, top_p=0.0)
+    assert SamplingParams.from_generation_config({"top_p": 0.0}, top_p=0.5).top_p == 0.5
     with pytest.raises(RequestError, match=r"config must be a dict, as in .*, got None"):
         SamplingParams.from_generation_config(None)
 

@@ -4,13 +4,14 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line and exits. An interrupt during the imports is as brief as one later."""
+    """Runs the command line and exits. An interrupt is brief wherever it comes."""
     try:
         from octavo.cli.main import main as run
-    except KeyboardInterrupt:
+
+        run()
+    except KeyboardInterrupt:  # `run` has most of them itself
         print("octavo: error: interrupted", file=sys.stderr)
         sys.exit(130)
-    run()
 
 
 if __name__ == "__main__":

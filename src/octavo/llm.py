@@ -87,9 +87,10 @@ class LLM:
         tokenizer: Tokenizer | None
         try:
             tokenizer = load_tokenizer(source)
-        except ModelError:
+        except ModelError as error:
             if config.load_format != "dummy":
                 raise
+            self._why_no_tokenizer = str(error)
             tokenizer = None  # random weights have nothing to say: token ids in, token ids out
         logger.info("tokenizer in %.1f s", time.perf_counter() - tokenizer_began)
         if device.type == "cpu":
@@ -119,8 +120,8 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
             raise ModelError(
-                f"model {self.config.model!r} has no tokenizer; give prompts as token ids, or add "
-                "tokenizer.json"
+                f"model {self.config.model!r} has no tokenizer; give prompts as token ids "
+                f"({self._why_no_tokenizer})"
             )
         return self.engine.tokenizer
 

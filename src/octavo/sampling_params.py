@@ -218,10 +218,22 @@ class SamplingParams:
         values keep this class's defaults. End-of-sequence ids are the engine's business: see `eos_token_ids`.
 
         Raises:
-            RequestError: a value in the file or an override is out of range.
+            RequestError: a value in the file, which is then named, or an override is out of range.
         """
         if not isinstance(config, Mapping):
             raise RequestError(f"config must be a dict, as in generation_config.json, got {shown(config)}")
+        try:
+            return cls(**(cls._options_of(config) | overrides))
+        except RequestError as error:
+            try:
+                advised = cls._options_of(config)
+                cls(**{name: value for name, value in advised.items() if name not in overrides})
+            except RequestError as own:
+                raise RequestError(f"the model's generation_config.json: {own}") from error
+            raise
+
+    @staticmethod
+    def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         options: dict[str, Any] = {
             name: config[key] for key, name in _GENERATION_CONFIG_NAMES.items() if config.get(key) is not None
         }
@@ -230,7 +242,7 @@ class SamplingParams:
                 options.setdefault("temperature", 1.0)
             else:
                 options["temperature"] = 0.0
-        return cls(**(options | overrides))
+        return options
 
     def __repr__(self) -> str:
         changed = (

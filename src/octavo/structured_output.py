@@ -123,6 +123,8 @@ def _schema_text(value: object) -> str:
         raise RequestError(
             f"{what} holds 'x-guidance', options of llguidance, which are fixed here; remove it"
         )
+    if r"\ud" in text:  # half a character, perhaps, which JSON can write and no text can hold
+        _grammar_text(what, json.dumps(dict(value), ensure_ascii=False))
     return _grammar_text(what, text)
 
 

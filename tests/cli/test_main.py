@@ -1,6 +1,9 @@
+import contextlib
 import importlib.metadata
 import logging
+import os
 import resource
+import signal
 import subprocess
 import sys
 import warnings
@@ -9,6 +12,7 @@ import pytest
 import typer
 
 from octavo.cli import main as cli
+from octavo.cli.session import interrupted_for_sure
 from octavo.errors import ModelError
 
 
@@ -83,6 +87,7 @@ def test_wrong_usage_is_one_line_and_status_2(octavo, arguments, line):
         (["generate", "m", "p", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
         (["kv", "gpt2", "--context=1e3"], "--context must be a whole number, got '1e3'"),
         (["serve", "m", "--port", "８０x"], "--port must be a whole number, got '８０x'"),
+        (["serve", ""], "MODEL must be a non-empty path or name, got ''"),
         (["serve", "m", "--drain", "soon"], "--drain must be a number, got 'soon'"),
         (
             ["bench", "latency", "--batch-size", "1", "--batch-size", "0"],
@@ -246,3 +251,83 @@ def test_columns_of_0_means_that_the_width_is_not_known(octavo, monkeypatch):
     expected = octavo("kv", "gpt2")
     monkeypatch.setenv("COLUMNS", "0")
     assert octavo("kv", "gpt2") == expected
+
+
+def test_a_terminal_of_ascii_gets_escapes():
+    done = subprocess.run(
+        (
+            sys.executable,
+            "-c",
+            "from octavo.cli import main; main.app = lambda *a, **k: print('é'); main.main()",
+        ),
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\\xe9\n", b"")
+
+
+def test_a_traceback_in_a_warning_is_left_out(octavo, monkeypatch):
+    app = typer.Typer()
+
+    @app.command()
+    def doctor():
+        warnings.warn(
+            "NUMBA_NUM_THREADS is no number:\nTraceback (most recent call last):\n...", stacklevel=1
+        )
+
+    monkeypatch.setattr("octavo.cli.doctor.app", app)
+    monkeypatch.setattr(warnings, "filters", [("always", None, UserWarning, None, 0)])
+    assert octavo("doctor") == (0, "", "octavo: warning: NUMBA_NUM_THREADS is no number:\n")
+
+
+class HalfMade:
+    def __del__(self):
+        raise AttributeError("half made")
+
+
+@pytest.mark.parametrize(("arguments", "shown"), [(["doctor"], 0), (["doctor", "--debug"], 1)])
+def test_what_an_object_fails_with_when_it_is_thrown_away_is_shown_under_debug(
+    octavo, monkeypatch, arguments, shown
+):
+    app = typer.Typer()
+    seen = []
+
+    @app.command()
+    def doctor():
+        HalfMade()
+
+    monkeypatch.setattr("octavo.cli.doctor.app", app)
+    monkeypatch.setattr(sys, "__unraisablehook__", sys.unraisablehook)
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    assert octavo(*arguments) == (0, "", "")
+    assert len(seen) == shown
+
+
+def test_an_interrupt_that_a_library_swallows_is_one_all_the_same():
+    """numpy, interrupted while it is imported, ends in a RecursionError when it is used."""
+
+    def fail(*, interrupted):
+        with contextlib.suppress(KeyboardInterrupt):
+            if interrupted:
+                signal.raise_signal(signal.SIGINT)
+        raise RecursionError
+
+    with pytest.raises(KeyboardInterrupt), interrupted_for_sure():
+        fail(interrupted=True)
+    with pytest.raises(RecursionError), interrupted_for_sure():
+        fail(interrupted=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_before_the_command_begins_is_one_line():
+    program = """
+from octavo.cli import main as cli
+def main():
+    raise KeyboardInterrupt
+cli.main = main
+from octavo.__main__ import main
+main()
+"""
+    done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "octavo: error: interrupted\n")

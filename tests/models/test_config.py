@@ -143,6 +143,7 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
         ),
         ({"model_type": "deepseek_v3"}, "unknown model_type 'deepseek_v3'"),
         ({"model_type": None}, "model_type is missing"),
+        ({"model_type": ["llama"]}, "model_type must be a string, got list; known"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; known: silu"),
         (
             {"quantization_config": {"quant_method": "awq"}},

@@ -218,6 +218,21 @@ def test_weights_that_a_device_has_no_room_for(bare: str, monkeypatch: pytest.Mo
         load_model(bare, load_format="dummy", device="meta")
 
 
+def test_weights_that_memory_has_no_room_for(bare: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(message: str) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr("octavo.models.decoder.DecoderCausalLM", fail)
+
+    failing("DefaultCPUAllocator: can't allocate memory: you tried to allocate 128 bytes.")
+    with pytest.raises(CapacityError, match=r"take [\d.]+ KiB in float32, and [\d.]+ GiB are left; end what"):
+        load_model(bare, load_format="dummy", device="cpu")
+    failing("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        load_model(bare, load_format="dummy", device="cpu")
+
+
 def test_model_id_tells_apart_what_must_not_share_a_cache(tiny: str, tmp_path: Path) -> None:
     base = load_model(tiny).model_id
     assert load_model(tiny).model_id == base

@@ -202,6 +202,13 @@ def test_a_truncated_file(folder: Path) -> None:
             load_model(str(folder))
 
 
+def test_a_pointer_that_a_clone_without_git_lfs_has(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+    with pytest.raises(WeightsError, match=r"is a pointer of Git LFS .* `git lfs pull` fetches them"):
+        load_model(str(folder))
+
+
 @pytest.mark.parametrize(
     "header",
     [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -57,6 +58,12 @@ def test_a_file_that_is_no_model(tmp_path: Path, name: str, content: bytes, mess
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=message):
         resolve_model(str(tmp_path / name))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.gguf")
+    with pytest.raises(ModelError, match=r"x\.gguf is neither a folder nor a file; expected a folder with"):
+        resolve_model(str(tmp_path / "x.gguf"))
 
 
 def test_folders_that_are_no_models(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Faults that people met in servers like this one, on the chat side: a real server over a tiny model.
 
-Each is a public report: sgl-project/mini-sglang#15, Arthur-Ficial/apfel#100, vllm-project/vllm#19862 and
-#16529, and what was reported beside them. `test_completions` and `test_lifecycle` have /v1/completions.
+Each is a public report: sgl-project/mini-sglang#15, Arthur-Ficial/apfel#100, vllm-project/vllm#19862,
+#16529 and #7283, huggingface/text-generation-inference#1254, and what was reported beside them.
+`test_completions` and `test_lifecycle` have /v1/completions.
 """
 
 from __future__ import annotations
@@ -129,6 +130,65 @@ def test_usage_comes_only_when_asked_for_once_and_last(
         assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
         if path == CHAT:
             assert ["role" in choice["delta"] for choice in own] == [True] + [False] * (len(own) - 1)
+
+
+# C29: a stop text that spans tokens
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("written", "stop", "text"),
+    [
+        ("Hi\nQ: x", ["\nQ:"], "Hi"),
+        ("ENTRY", ["END"], "ENTRY"),
+        ("the ENDING", ["ENDING", "END"], "the "),
+        ("the END.", ["ENDING", "END"], "the "),
+    ],
+    ids=["found", "begun only", "one begins the other", "the shorter alone"],
+)
+def test_a_stop_over_several_tokens_is_never_shown(
+    server: RunningServer, path: str, stream: bool, written: str, stop: list[str], text: str
+) -> None:
+    """The model has a token for each byte."""
+    asked = {"messages": HI} if path == CHAT else {"prompt": "Hi"}
+    forced = {"structured_outputs": {"choice": [written]}, "max_tokens": len(written)}
+    answer = post(server, {**asked, **forced, "stop": stop, "stream": stream}, path)
+    assert answer.status_code == 200, answer.text
+    if stream:
+        choices = [json.loads(event)["choices"][0] for event in events_of(answer.text)[:-1]]
+    else:
+        choices = answer.json()["choices"]
+    given = [
+        choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+        for choice in choices
+    ]
+    assert "".join(given) == text
+    assert choices[-1]["finish_reason"] == "stop"
+    # Nothing that may yet turn out to be the stop is sent ahead of time.
+    assert all(text.startswith("".join(given[: i + 1])) for i in range(len(given)))
+
+
+# C34: prompts of no tokens
+
+
+def test_empty_prompts_are_400_beside_a_stream_that_goes_on(server: RunningServer) -> None:
+    with streaming(server, {**ENDLESS, "max_tokens": 400}, 1) as lines:
+        for path, body in (
+            (COMPLETIONS, {"prompt": ""}),
+            (COMPLETIONS, {"prompt": []}),
+            (COMPLETIONS, {"prompt": [[]]}),
+            (CHAT, {"messages": []}),
+            (RESPONSES, {"input": []}),
+        ):
+            answer = post(server, body, path)
+            assert answer.status_code == 400, (path, body, answer.text)
+            (field,) = body
+            assert answer.json()["error"]["param"] == field
+        data = [line.removeprefix("data: ") for line in lines if line]
+    assert data[-1] == "[DONE]"
+    assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
+    assert post(server, {"prompt": "Hi", "max_tokens": 1}, COMPLETIONS).status_code == 200
 
 
 # C48: limits
@@ -274,3 +334,10 @@ def test_requests_of_every_kind_beside_each_other_harm_nobody(server: RunningSer
 
     asyncio.run(ask_all())
     assert_gone(server, before, 5)
+    state = server.get("/v1/engine/state").json()["stats"]
+    lines = server.get("/metrics").text.splitlines()
+    for kind in ("free", "cached", "owned"):
+        assert f'octavo_kv_cache_blocks{{state="{kind}"}} {float(state[f"num_{kind}_blocks"])}' in lines
+    for kind in ("waiting", "running"):
+        assert f'octavo_engine_sequences{{state="{kind}"}} {float(state[f"num_{kind}"])}' in lines
+    assert (state["num_owned_blocks"], state["num_waiting"], state["num_running"]) == (0, 0, 0)

@@ -111,6 +111,21 @@ def test_calls_and_reasoning_are_taken_out_of_the_text() -> None:
     }
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_without_thinking_the_answer_is_content(stream: bool) -> None:
+    """vllm#19839: all of it was told as reasoning, and content was null."""
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    answers = ask_all(Answer(["Hi ", "there"]), [{**off, "stream": stream}, {"stream": stream}])
+    for answer in answers:  # a model that thinks only when it is to may leave it out without being asked to
+        if stream:
+            messages = [chunk["choices"][0]["delta"] for chunk in chunks_of(answer)]
+        else:
+            messages = [message_of(answer)]
+        assert "".join(message.get("content") or "" for message in messages) == "Hi there"
+        assert not any("reasoning_content" in message for message in messages)
+    assert message_of(ask(Answer(THOUGHT_PIECES)))["reasoning_content"] == "Hmm."
+
+
 def test_content_is_null_beside_calls_alone() -> None:
     message = message_of(ask(Answer(CALL_PIECES), tools=[WEATHER]))
     assert message["content"] is None

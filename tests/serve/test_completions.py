@@ -330,7 +330,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_the_real_engine_only_but_numb
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
         (b'{"prompt": "\\ud800"}', "not valid Unicode"),
-        (b'{"prompt": "a", "\\ud800": 1}', "unicode"),
+        (b'{"prompt": "a", "\\ud800": 1}', "\\ud800: this field is not known"),
         (b'{"prompt": "a", "Odd-Name[]": 1}', "Odd-Name[]: this field is not known"),
         (b'{"prompt": "a", "model": "\\ud800"}', "model"),
     ],
@@ -671,7 +671,11 @@ def test_of_prompts_that_find_no_rows_now_none_is_taken():
     [
         ("/v1/completions", '{"prompt": "%s"}', "prompt"),
         ("/v1/completions", '{"prompt": ["b", "%s"]}', "prompt"),
-        ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "%s"}]}', "messages"),
+        (
+            "/v1/chat/completions",
+            '{"messages": [{"role": "user", "content": "%s"}]}',
+            "messages[0].content",
+        ),
         ("/v1/responses", '{"input": "%s"}', "input"),
         ("/tokenize", '{"prompt": "%s"}', "prompt"),
     ],

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -74,6 +75,23 @@ def test_any_of_the_keys_lets_in_and_nothing_else_does():
         )
 
 
+@pytest.mark.parametrize(
+    ("values", "end"),
+    [
+        (["Bearer wrong"], "this API key is not known here; check the one your client sends"),
+        ([], "'Authorization: Bearer KEY'"),
+        (["first-key"], "'Authorization: Bearer KEY'; the one that came has another form"),
+        (["Basic first-key"], "'Authorization: Bearer KEY'; the one that came has another form"),
+        (["Bearer"], "'Authorization: Bearer KEY'; the one that came has another form"),
+        (["Bearer first-key"] * 2, "'Authorization: Bearer KEY', once"),
+    ],
+)
+def test_who_is_not_let_in_is_told_what_to_send(values, end):
+    (answer,) = asked(KEYS, with_header(*values))
+    assert answer.status_code == 401
+    assert answer.json()["error"]["message"].endswith(end)
+
+
 def test_everything_needs_a_key_but_the_page_and_whether_the_server_lives():
     def status(path):
         (answer,) = asked(KEYS, ("GET", path, {}))
@@ -132,6 +150,11 @@ def test_a_key_that_cannot_be_one_is_refused_without_showing_it(tmp_path, option
         read_api_keys(*(options or ((),)), file, {})
     assert "geheim" not in str(refused.value)
     assert "two words" not in str(refused.value)
+
+
+def test_a_file_that_never_ends_is_no_key_file():
+    with pytest.raises(ConfigError, match="api_key_file: '/dev/zero' has more than 1,048,576 characters"):
+        read_api_keys(file=Path("/dev/zero"), environ={})
 
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])

@@ -1,5 +1,6 @@
 """Bodies that are wrong in very many places are refused at once: errors are not made for each of them."""
 
+import gzip
 import json
 import time
 
@@ -12,6 +13,33 @@ SURROGATES = {f"\ud800{i}": 0 for i in range(NUM)}
 MESSAGES = [{"role": "user", "content": "a"}]
 
 
+def test_a_long_path_is_not_told_in_full():
+    async def test():
+        async with scripted_client(Answer(["a"])) as (client, _):
+            for answer in (await client.get("/" + "a" * 5000), await client.put("/v1/models/" + "a" * 5000)):
+                assert answer.status_code in (404, 405)
+                assert "aaa..." in answer.json()["error"]["message"]
+                assert len(answer.text) < 500
+
+    run(test())
+
+
+def test_a_body_that_is_compressed_is_told_so():
+    async def test():
+        async with scripted_client(Answer(["a"])) as (client, _):
+            headers = {"content-type": "application/json", "content-encoding": "gzip"}
+            content = gzip.compress(b'{"prompt": "a"}')
+            answer = await client.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == (
+                "the body cannot be read with Content-Encoding 'gzip'; send it as plain JSON"
+            )
+            plain = await client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+            assert plain.status_code == 200
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -19,7 +47,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
         ("chat/completions", {"messages": [{"role": "user", "content": ZEROS}]}, "messages[0].content[0]"),
         ("chat/completions", {"messages": MESSAGES, "tools": ZEROS}, "tools[0]"),
         ("chat/completions", {"messages": MESSAGES, "documents": ZEROS}, "documents[0]"),
-        ("chat/completions", {"messages": MESSAGES, "documents": [SURROGATES]}, "messages"),
+        ("chat/completions", {"messages": MESSAGES, "documents": [SURROGATES]}, "documents"),
         (
             "chat/completions",
             {"messages": MESSAGES, "chat_template_kwargs": SURROGATES},

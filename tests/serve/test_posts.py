@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from helpers.chat import CHATML, tokenizer_with
 from helpers.live import BIG_CARD
 from helpers.serve import Answer, eventually, run, scripted_client
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from octavo.errors import EngineError, shown
@@ -40,7 +41,8 @@ def asked(method, path, content=b"", kind="application/json"):
 
 
 def read(content, kind="application/json"):
-    return read_body(content, kind, CompletionRequest)
+    headers = Headers({} if kind is None else {"content-type": kind})
+    return read_body(content, headers, CompletionRequest)
 
 
 def problem(content, kind="application/json"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import io
 import logging
 import os
 import sys
@@ -97,6 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     for _ in range(options.count("--debug")):
         argv.remove("--debug")
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal of ASCII has no character for
     if not os.environ.get("COLUMNS", "unset").strip("0"):
         del os.environ["COLUMNS"]  # a width of 0 means that it is not known; rich would print nothing
     with _log_on_stderr(debug):
@@ -137,7 +140,8 @@ def _log_on_stderr(debug: bool) -> Iterator[None]:
     handler, level = _Lines(debug), logger.level
 
     def show_warning(message: Warning | str, *where: Any) -> None:
-        print(f"octavo: warning: {_folded(str(message))}", file=sys.stderr)
+        text = str(message).partition("Traceback (most recent call last)")[0]
+        print(f"octavo: warning: {_folded(text)}", file=sys.stderr)
 
     logger.addHandler(handler)
     if debug:
@@ -145,8 +149,12 @@ def _log_on_stderr(debug: bool) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show_warning  # type: ignore[assignment]  # takes any further arguments
+            if not debug:
+                # Of an object that an interruption left half made, when it is thrown away.
+                sys.unraisablehook = lambda _: None
             yield
     finally:
+        sys.unraisablehook = sys.__unraisablehook__
         logger.removeHandler(handler)
         logger.setLevel(level)
 

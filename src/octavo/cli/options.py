@@ -13,7 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -195,11 +195,17 @@ def wrong_usage() -> Iterator[None]:
         raise typer.BadParameter(_named_as_option(str(error))) from error
 
 
+_OPTIONS: Final = {"served_model_names": "served_model_name", "cors_origins": "cors_origin"}
+"""What may be given several times, one at a time."""
+
+
 def _named_as_option(message: str) -> str:
     name = re.match(r"[a-z_]+", message)
     if name is None:
         return message
-    option = name[0].removesuffix("_s").replace("_", "-")
+    if name[0] == "model":  # no option, but the first argument
+        return f"MODEL{message[name.end() :]}"
+    option = _OPTIONS.get(name[0], name[0].removesuffix("_s")).replace("_", "-")
     return f"{'-' if len(option) == 1 else '--'}{option}{message[name.end() :]}"
 
 

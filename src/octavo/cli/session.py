@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import EngineOptions
@@ -19,17 +22,42 @@ def open_llm(model: str, engine: EngineOptions) -> LLM:
     """The engine for `model`; on a terminal a spinner shows that it is loading."""
     # Imported here so that `--help` and usage errors do not wait for torch.
     engine.config(model)
-    if not sys.stderr.isatty():
+    with contextlib.ExitStack() as around:
+        around.enter_context(interrupted_for_sure())
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.text import Text
+
+            around.enter_context(Console(stderr=True).status(Text(f"loading {model}")))
         from octavo import LLM
 
         return LLM(model, **engine.llm_kwargs())
-    from rich.console import Console
-    from rich.text import Text
 
-    with Console(stderr=True).status(Text(f"loading {model}")):
-        from octavo import LLM
 
-        return LLM(model, **engine.llm_kwargs())
+@contextlib.contextmanager
+def interrupted_for_sure() -> Iterator[None]:
+    """An interruption inside ends in KeyboardInterrupt, whatever a library that it cuts short makes of it: an
+    import that swallows it leaves half a module, and what needs that fails later and in another way.
+    """
+    numbers: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        numbers.append(number)
+        signal.default_int_handler(number, frame)
+
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception as error:
+        if numbers:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def read_stdin(read: Callable[[], str]) -> str:

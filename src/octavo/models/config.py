@@ -128,7 +128,8 @@ class ModelConfig:
         """The config of a config.json; ModelError names what is missing, unknown or unsupported."""
         model_type = config.get("model_type")
         if not isinstance(model_type, str):
-            raise ModelError(f"config: model_type is missing; known architectures: {', '.join(MODEL_TYPES)}")
+            got = "is missing" if model_type is None else f"must be a string, got {type(model_type).__name__}"
+            raise ModelError(f"config: model_type {got}; known architectures: {', '.join(MODEL_TYPES)}")
         if model_type not in MODEL_TYPES:
             raise ModelError(
                 f"config: unknown model_type {shown(model_type)}{nearest(model_type, MODEL_TYPES)}; "

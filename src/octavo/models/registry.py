@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octavo.cache.sizing import format_bytes
+from octavo.cache.sizing import available_memory_bytes, format_bytes
 from octavo.config import DTYPES, LOAD_FORMATS, QUANTIZATIONS, check_choice
 from octavo.errors import CapacityError, ConfigError, ModelError, RequestError
 from octavo.gguf_file import GGUFFile
@@ -178,12 +178,21 @@ def _memory_named(
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        is_cpu = device.type == "cpu"
+        # On a CPU torch has no type of its own for it.
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
         needed = sum(math.prod(shape) for shape in checkpoint.shapes.values()) * dtype.itemsize
-        free, total = torch.cuda.mem_get_info(device)
+        if is_cpu:
+            left = f"{format_bytes(available_memory_bytes())} are left"
+        else:
+            free, total = torch.cuda.mem_get_info(device)
+            left = (
+                f"{device} has {format_bytes(total)}, of which {format_bytes(free)} were left when it ran out"
+            )
         raise CapacityError(
-            f"the weights of {source.name!r} take {format_bytes(needed)} in {dtype_name(dtype)}, and "
-            f"{device} has {format_bytes(total)}, of which {format_bytes(free)} were left when it ran out; "
+            f"the weights of {source.name!r} take {format_bytes(needed)} in {dtype_name(dtype)}, and {left}; "
             "end what else runs there, use a dtype of two bytes, or take a smaller model"
         ) from error
 

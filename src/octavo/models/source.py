@@ -110,6 +110,8 @@ def _at(path: Path, name: str) -> ModelSource:
         found = sorted(p.name for p in path.iterdir())[:_MOST_SHOWN]
         holds = f"it holds {', '.join(found)}" if found else "it is empty"
         raise ModelError(f"model: the folder {path} is no model: there is no config.json in it ({holds})")
+    if not path.is_file():  # a pipe would be waited for
+        raise ModelError(f"model: {path} is neither a folder nor a file; expected {_EXPECTED}")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == b"GGUF":

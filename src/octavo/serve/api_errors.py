@@ -108,12 +108,22 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error object, ready for JSON."""
-        # A message may quote what the client sent, lone surrogates included, and those have no UTF-8.
-        message = self.message.encode("utf-8", "backslashreplace").decode()
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": _as_utf8(self.message),
+                "type": self.type,
+                "param": None if self.param is None else _as_utf8(self.param),
+                "code": self.code,
+            }
+        }
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _as_utf8(text: str) -> str:
+    """Errors may quote what the client sent, lone surrogates included, and those have no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -148,6 +158,7 @@ _FIELDS = frozenset(f.name for f in fields(SamplingParams)) | {
     "priority",
     "cache_salt",
     "chat_template_kwargs",
+    "documents",
     "response_format",
     "continue_final_message",
     "add_generation_prompt",
@@ -191,18 +202,62 @@ def named_prompt(error: RequestError, field: str) -> Exception:
     return error
 
 
+def named_text(error: RequestError, sent: BaseModel, field: str) -> Exception:
+    """`named_prompt` for the prompt of a chat; a text in `sent`, the request, that is no valid Unicode is
+    named by its place. `messages` are the client's `field`.
+    """
+    place = None
+    if str(error).startswith(_NO_UNICODE):
+        place = _lone_surrogate(sent.model_dump(include=_IN_PROMPT))
+    if place is None:
+        return named_prompt(error, field)
+    place = place[1:200]
+    if field != "messages" and place.startswith("messages["):
+        place = field
+    return ApiError(400, f"{place}: {str(error).removeprefix('prompt: ')}", param=place)
+
+
+_NO_UNICODE: Final = "prompt: not valid Unicode"
+_IN_PROMPT: Final = {"messages", "tools", "documents", "chat_template_kwargs"}
+"""The fields that a chat template writes out."""
+
+
+def _lone_surrogate(value: object) -> str | None:
+    """Where in JSON data the first text is that has no UTF-8 form: ``.tools[0].name``."""
+    if isinstance(value, str):
+        return None if _as_utf8(value) == value else ""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            place = _lone_surrogate(item) if _lone_surrogate(key) is None else ""
+            if place is not None:
+                return f".{key}{place}"
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            place = _lone_surrogate(item)
+            if place is not None:
+                return f"[{i}]{place}"
+    return None
+
+
 def _limit_code(message: str) -> str | None:
     return "context_length_exceeded" if message.startswith("prompt has ") else None
 
 
-def describe_validation(errors: Sequence[Any]) -> ApiError:
-    """The 400 for a body that pydantic refused: what is wrong with which field, for all of them."""
+def describe_validation(errors: Sequence[Any], body: object = None) -> ApiError:
+    """The 400 for a body that pydantic refused: what is wrong with which field, for all of them.
+
+    `body`: as it was read.
+    """
     problems: dict[str, None] = {}  # branches of a union may complain alike
     param = None
     for error in errors[:_MAX_ERRORS]:
         where = _place(error["loc"])
         if error["type"] == "extra_forbidden":
             where = _place((*error["loc"][:-1], _Named(error["loc"][-1])))
+        elif error["type"] == "string_unicode" and isinstance(_value_at(error["loc"], body), dict):
+            # A name that is no Unicode, which no field has.
+            where = _place((*error["loc"], _Named(error["input"])))
+            error = {"type": "extra_forbidden"}
         param = param or where or None
         problems[f"{where or 'the body'}: {problem(error)}"] = None
     # A union tells of every branch; a few say enough.
@@ -211,6 +266,15 @@ def describe_validation(errors: Sequence[Any]) -> ApiError:
 
 
 _MAX_ERRORS: Final = 20
+
+
+def _value_at(loc: Sequence[Any], body: object) -> object:
+    """What stands in `body` where pydantic found something wrong."""
+    value = body
+    for part in loc:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+    return value
 
 
 def _place(loc: Sequence[Any]) -> str:
@@ -266,8 +330,9 @@ def install(app: FastAPI) -> None:
 
 def _from_http(request: Request, error: HTTPException) -> ApiError:
     message = str(error.detail)
+    path = request.url.path if len(request.url.path) <= 200 else f"{request.url.path[:200]}..."
     if error.status_code == 404:
-        message = f"there is nothing at {request.method} {request.url.path}; the API is at /v1, see /docs"
+        message = f"there is nothing at {request.method} {path}; the API is at /v1, see /docs"
     elif error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
+        message = f"{path} does not take {request.method}"
     return ApiError(error.status_code, message, headers=error.headers)

@@ -9,7 +9,7 @@ from octavo.errors import RequestError, nearest
 from octavo.sampling_params import SamplingParams
 from octavo.serve import reasoning, tools
 from octavo.serve.answer import AnswerFormat
-from octavo.serve.api_errors import ApiError, format_error, named_format, named_prompt
+from octavo.serve.api_errors import ApiError, format_error, named_format, named_prompt, named_text
 from octavo.serve.chat_grammar import CallRules, check_calls, constraint
 from octavo.serve.chat_protocol import (
     AllowedToolChoice,
@@ -62,17 +62,15 @@ async def prepare_chat(
     Raises ApiError (400) or RequestError for what it asks that cannot be, EngineError while the model loads.
     """
     tokenizer = engine.tokenizer
-    prompt_field = "messages" if format_field == "response_format" else "input"
+    is_chat = format_field == "response_format"
+    prompt_field = "messages" if is_chat else "input"
     calls = call_rules(body, settings)
     check_calls(calls)  # before the prompt is written, with the same schemas in it
-    try:
-        prompt, token_ids = await engine.off_loop(
-            body_size.get(),
-            lambda: _encode(body, engine, settings, has_tools=calls is not None),
-            is_prompt=True,
-        )
-    except RequestError as error:
-        raise named_prompt(error, prompt_field) from error
+    prompt, token_ids = await engine.off_loop(
+        body_size.get(),
+        lambda: _encode(body, engine, settings, has_tools=calls is not None, is_chat=is_chat),
+        is_prompt=True,
+    )
     reasons: bool | None = None
     if _reasons(tokenizer, settings):
         reasons = reasoning.prompt_opens_reasoning(prompt)
@@ -133,16 +131,21 @@ def check_tools(settings: ServeSettings) -> None:
 
 
 def render_prompt(
-    body: ChatRequest, tokenizer: Tokenizer, settings: ServeSettings, *, has_tools: bool
+    body: ChatRequest,
+    tokenizer: Tokenizer,
+    settings: ServeSettings,
+    *,
+    has_tools: bool,
+    effort_field: str = "reasoning_effort",
 ) -> str:
     """The prompt of a chat request, as its model's template writes it; see `prepare_chat` for errors.
 
-    has_tools: show the request's tools to the model.
+    has_tools: show the request's tools to the model. effort_field: what the client calls reasoning_effort.
     """
     messages = template_messages(body.messages)
     functions: list[Tool] = body.tools or [] if has_tools else []
     shown = template_tools(functions)
-    options = _template_options(body, tokenizer)
+    options = _template_options(body, tokenizer, effort_field)
     is_native = settings.tool_parser == "hermes" or knows_tools(tokenizer.chat_templates)
     if not is_native and (shown or any(m.tool_calls or m.role == "tool" for m in body.messages)):
         messages, shown = with_tools_as_text(messages, shown), []
@@ -160,14 +163,21 @@ def render_prompt(
 
 
 def _encode(
-    body: ChatRequest, engine: AsyncEngine, settings: ServeSettings, *, has_tools: bool
+    body: ChatRequest, engine: AsyncEngine, settings: ServeSettings, *, has_tools: bool, is_chat: bool
 ) -> tuple[str, list[int]]:
-    prompt = render_prompt(body, engine.tokenizer, settings, has_tools=has_tools)
-    # The template writes the special tokens itself, BOS included.
-    return prompt, engine.encode(prompt, add_special_tokens=False)
+    effort_field = "reasoning_effort" if is_chat else "reasoning.effort"
+    try:
+        prompt = render_prompt(
+            body, engine.tokenizer, settings, has_tools=has_tools, effort_field=effort_field
+        )
+        # The template writes the special tokens itself, BOS included.
+        return prompt, engine.encode(prompt, add_special_tokens=False)
+    except RequestError as error:
+        field = "messages" if is_chat else "input"
+        raise named_text(error, body, field) from error
 
 
-def _template_options(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def _template_options(body: ChatRequest, tokenizer: Tokenizer, effort_field: str) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
     readable = template_variables(tokenizer)
     for name in options:
@@ -190,6 +200,9 @@ def _template_options(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]
                 f"{nearest(name, readable)}; leave it out",
                 param="chat_template_kwargs",
             )
+    if body.documents and "documents" not in readable:
+        message = "documents: this model's chat template does not read it; leave it out"
+        raise ApiError(400, message, param="documents")
     effort = body.reasoning_effort
     if effort is not None:
         if "reasoning_effort" in readable:
@@ -199,9 +212,9 @@ def _template_options(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]
         elif effort != "none":
             raise ApiError(
                 400,
-                "reasoning_effort: this model's chat template knows neither reasoning_effort nor "
+                f"{effort_field}: this model's chat template knows neither reasoning_effort nor "
                 "enable_thinking; leave it out",
-                param="reasoning_effort",
+                param=effort_field,
             )
     return options
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from octavo.serve.api_errors import ApiError
 from octavo.serve.protocol import (
@@ -19,7 +19,8 @@ from octavo.serve.protocol import (
     GenerationFields,
     JsonObject,
     Many,
-    is_list,
+    kinds,
+    text_or_list,
     unsupported,
 )
 
@@ -42,7 +43,7 @@ Content = Annotated[
         Field(max_length=MAX_ITEMS),
         Tag("(list)"),
     ],
-    Discriminator(is_list),
+    kinds("a string or a list of text parts", text_or_list),
 ]
 
 
@@ -112,16 +113,22 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-def _kind_of_choice(value: object) -> str:
+CHOICES = "'none', 'auto', 'required', or an object of type 'function' or 'allowed_tools'"
+
+
+def kind_of_choice(value: object) -> str | None:
+    """For `kinds`, with `CHOICES`."""
+    if isinstance(value, str):
+        return "(word)"
     kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return {"function": "(function)", "allowed_tools": "(allowed)"}.get(str(kind), "(word)")
+    return {"function": "(function)", "allowed_tools": "(allowed)"}.get(str(kind))
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("(word)")]
     | Annotated[NamedTool, Tag("(function)")]
     | Annotated[AllowedToolChoice, Tag("(allowed)")],
-    Discriminator(_kind_of_choice),
+    kinds(CHOICES, kind_of_choice),
 ]
 
 

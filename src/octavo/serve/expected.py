@@ -48,6 +48,8 @@ def problem(error: Mapping[str, Any]) -> str:
     said = {name: _as_in_json(value) for name, value in error.get("ctx", {}).items()}
     if kind in _KINDS:
         what = f"expected {_KINDS[kind]}"
+    elif kind == "string_unicode":
+        what = "not valid Unicode: it holds a lone surrogate"
     elif said.get("le") == 2**63 - 1 or said.get("ge") == -(2**63):
         what = "expected a 64-bit integer"
     elif kind in _BOUNDS:

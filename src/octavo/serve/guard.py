@@ -43,6 +43,7 @@ OPEN_PREFIXES = ("/page/",)
 body_size: ContextVar[int] = ContextVar("octavo_body_size", default=sys.maxsize)
 """How many bytes the body of the request at hand has: what the work on it goes by."""
 
+MAX_KEY_FILE_CHARS = 2**20
 BODY_TIMEOUT_S = 60.0
 """What a whole body may take; it is over sooner when nothing of it comes for `idle_connection_s`."""
 SMALL_BODY_BYTES = 64 * 2**10
@@ -71,11 +72,19 @@ def read_api_keys(
         keys += [(key, API_KEY_ENV) for key in found]
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            with file.open(encoding="utf-8") as opened:
+                text = opened.read(MAX_KEY_FILE_CHARS + 1)
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise ConfigError(f"api_key_file: {str(file)!r} cannot be read: {reason}") from None
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if len(text) > MAX_KEY_FILE_CHARS:
+            raise ConfigError(
+                f"api_key_file: {str(file)!r} has more than {MAX_KEY_FILE_CHARS:,} characters; "
+                "it should hold one key a line"
+            )
+        found = [
+            line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
+        ]
         if not found:
             raise ConfigError(f"api_key_file: {str(file)!r} holds no key; put one on each line")
         keys += [(key, f"api_key_file {str(file)!r}") for key in found]
@@ -99,12 +108,13 @@ class ApiKeys:
         if scope["type"] != "http" or _is_open(scope["path"]) or self._is_known(scope):
             await self.app(scope, receive, send)
             return
-        has_one = "authorization" in Headers(scope=scope)
-        message = (
-            "this API key is not known here; check the one your client sends"
-            if has_one
-            else "this server needs an API key: send the header 'Authorization: Bearer KEY'"
-        )
+        given = Headers(scope=scope).getlist("authorization")
+        if len(given) == 1 and given[0].lower().startswith("bearer "):
+            message = "this API key is not known here; check the one your client sends"
+        else:
+            message = "this server needs an API key: send the header 'Authorization: Bearer KEY'"
+            if given:
+                message += ", once" if len(given) > 1 else "; the one that came has another form"
         error = ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
         await error.response()(scope, receive, send)
 

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from octavo.errors import RequestError
-from octavo.serve.api_errors import ERROR_RESPONSES, ApiError
+from octavo.serve.api_errors import ERROR_RESPONSES, ApiError, named_text
 from octavo.serve.chat_prompt import check_tools, render_prompt
 from octavo.serve.chat_protocol import ChatRequest, Message, Tool
 from octavo.serve.guard import body_size
@@ -125,8 +125,11 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         )
 
         def encode() -> list[int]:
-            prompt = render_prompt(chat, tokenizer, settings, has_tools=bool(body.tools))
-            return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is True)
+            try:
+                prompt = render_prompt(chat, tokenizer, settings, has_tools=bool(body.tools))
+                return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is True)
+            except RequestError as error:
+                raise named_text(error, chat, "messages") from error
 
     max_model_len = engine.model.max_model_len
 

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from octavo.errors import OctavoError, shown
@@ -57,7 +58,7 @@ class Posts:
         try:
             with Connected(receive):
                 try:
-                    body = read_body(content, _content_type(scope), model)
+                    body = read_body(content, Headers(scope=scope), model)
                     response = await route.endpoint(Request(scope, receive, send), body)
                 except (ApiError, OctavoError) as error:
                     response = as_api_error(error).response()
@@ -67,28 +68,26 @@ class Posts:
                 await Response(status_code=499)(scope, receive, send)
 
 
-def read_body(content: bytes, content_type: str | None, model: type[B]) -> B:
+def read_body(content: bytes, headers: Headers, model: type[B]) -> B:
     """The body of a request. ApiError (400) says what is wrong with it: with each of its fields, for some."""
     if not content:
         raise ApiError(400, "the body is empty; expected a JSON object")
+    content_type = headers.get("content-type")
     if content_type is None or not _means_json(content_type):
         told = "none" if content_type is None else shown(content_type)
         raise ApiError(400, f"the Content-Type of the body must be application/json, got {told}")
     try:
         value = from_json(content)
     except ValueError:
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            problem = f"the body cannot be read with Content-Encoding {shown(encoding)}"
+            raise ApiError(400, f"{problem}; send it as plain JSON") from None
         value = _from_odd_json(content)
     try:
         return model.model_validate(value, from_attributes=True)
     except ValidationError as error:
-        raise describe_validation(error.errors(include_url=False)) from error
-
-
-def _content_type(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == b"content-type":
-            return str(value, "latin-1")
-    return None
+        raise describe_validation(error.errors(include_url=False), value) from error
 
 
 def _means_json(content_type: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 from pydantic import (
@@ -65,11 +65,17 @@ class Body(BaseModel):
         return value
 
 
-def is_list(value: object) -> str:
-    """Tells a field that is a text or a list apart before it is read, so that an error is about one of them.
-    (A tag in brackets is left out where the message says which field it is.)
+def kinds(expected: str, kind_of: Callable[[Any], str | None]) -> Discriminator:
+    """Tells the kinds a field may have apart before it is read, so that an error is about one of them, and is
+    `expected` where `kind_of` gives None. (A tag in brackets is left out where the message says which field
+    it is.)
     """
-    return "(list)" if isinstance(value, list) else "(text)"
+    return Discriminator(kind_of, custom_error_type="kind", custom_error_message=f"expected {expected}")
+
+
+def text_or_list(value: object) -> str | None:
+    """For `kinds`."""
+    return "(text)" if isinstance(value, str) else "(list)" if isinstance(value, list) else None
 
 
 def unsupported(way_out: str) -> Any:
@@ -88,7 +94,7 @@ def _can_be_sent_back(value: dict[str, Any]) -> dict[str, Any]:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         message = "not valid Unicode: it holds a lone surrogate"
-        raise PydanticCustomError("string_unicode", message) from error
+        raise PydanticCustomError("lone_surrogate", message) from error
     except RecursionError as error:
         raise PydanticCustomError("recursion", "nested too deeply") from error
     return value
@@ -157,7 +163,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[
     Annotated[StopText, Tag("(text)")]
     | Annotated[Many[StopText], Field(max_length=MAX_STOPS), Tag("(list)")],
-    Discriminator(is_list),
+    kinds("a string or a list of strings", text_or_list),
 ]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
@@ -186,10 +192,20 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = None
 
 
+def _text_or_object(value: object) -> str | None:
+    return "(text)" if isinstance(value, str) else "(object)" if isinstance(value, dict) else None
+
+
 class StructuredOutputs(Body):
     """An extension: what the answer must look like; exactly one field."""
 
-    json_: AnyObject | str | None = Field(default=None, alias="json", description="A JSON schema.")
+    json_: (
+        Annotated[
+            Annotated[AnyObject, Tag("(object)")] | Annotated[str, Tag("(text)")],
+            kinds("an object or a string", _text_or_object),
+        ]
+        | None
+    ) = Field(default=None, alias="json", description="A JSON schema.")
     json_object: bool | None = None
     regex: str | None = None
     choice: Many[str] | None = Field(default=None, min_length=1, description="One of these texts.")
@@ -257,13 +273,17 @@ class GenerationFields(SamplingFields, IgnoredFields):
         return self.max_tokens
 
 
-def _kind_of_prompt(value: object) -> str:
-    first = value[0] if isinstance(value, list) and value else None
+def _kind_of_prompt(value: object) -> str | None:
+    if isinstance(value, str):
+        return "(text)"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
     if isinstance(first, list):
         return "(lists of ids)"
-    if isinstance(first, int):
+    if isinstance(first, int) and not isinstance(first, bool):
         return "(ids)"
-    return "(texts)" if isinstance(value, list) else "(text)"
+    return "(texts)" if isinstance(first, str) else None
 
 
 Prompt = Annotated[
@@ -271,7 +291,7 @@ Prompt = Annotated[
     | Annotated[Many[str], Field(min_length=1, max_length=MAX_ITEMS), Tag("(texts)")]
     | Annotated[Many[int], Tag("(ids)")]
     | Annotated[Many[Many[int]], Field(max_length=MAX_ITEMS), Tag("(lists of ids)")],
-    Discriminator(_kind_of_prompt),
+    kinds("a string, a list of strings, a list of token ids, or a list of such lists", _kind_of_prompt),
 ]
 
 

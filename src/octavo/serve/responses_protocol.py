@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from octavo.serve.api_errors import ApiError
 from octavo.serve.chat_protocol import (
+    CHOICES,
     AllowedToolChoice,
     AllowedTools,
     ChatRequest,
@@ -21,6 +22,7 @@ from octavo.serve.chat_protocol import (
     TextPart,
     Tool,
     ToolCall,
+    kind_of_choice,
 )
 from octavo.serve.protocol import (
     MAX_ITEMS,
@@ -37,7 +39,8 @@ from octavo.serve.protocol import (
     ResponseFormat,
     SamplingFields,
     Stop,
-    is_list,
+    kinds,
+    text_or_list,
     unsupported,
 )
 
@@ -62,7 +65,7 @@ class RefusalText(Body):
 _Part = Annotated[InputText | RefusalText, Field(discriminator="type")]
 _Content = Annotated[
     Annotated[str, Tag("(text)")] | Annotated[Many[_Part], Field(max_length=MAX_ITEMS), Tag("(list)")],
-    Discriminator(is_list),
+    kinds("a string or a list of text parts", text_or_list),
 ]
 
 
@@ -124,11 +127,7 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(
-        _kind_of_item,
-        custom_error_type="item_type",
-        custom_error_message="expected type message, function_call, function_call_output or reasoning",
-    ),
+    kinds("type message, function_call, function_call_output or reasoning", _kind_of_item),
 ]
 
 
@@ -147,11 +146,6 @@ class AllowedFunctions(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Many[NamedFunction] = Field(min_length=1)
-
-
-def _kind_of_choice(value: object) -> str:
-    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return {"function": "(function)", "allowed_tools": "(allowed)"}.get(str(kind), "(word)")
 
 
 class TextFormat(Body):
@@ -183,7 +177,7 @@ class ResponsesRequest(SamplingFields, IgnoredFields):
     input: Annotated[
         Annotated[str, Tag("(text)")]
         | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_ITEMS), Tag("(list)")],
-        Discriminator(is_list),
+        kinds("a string or a list of items", text_or_list),
     ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -193,7 +187,7 @@ class ResponsesRequest(SamplingFields, IgnoredFields):
             Annotated[Literal["none", "auto", "required"], Tag("(word)")]
             | Annotated[NamedFunction, Tag("(function)")]
             | Annotated[AllowedFunctions, Tag("(allowed)")],
-            Discriminator(_kind_of_choice),
+            kinds(CHOICES, kind_of_choice),
         ]
         | None
     ) = None

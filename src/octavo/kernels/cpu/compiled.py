@@ -33,7 +33,8 @@ def compile_kernel(function: Callable[[int], None]) -> int:
     """Compile `function(block_address)` or load it from Numba's disk cache; returns its address.
 
     The cache lies beside this package, else in the user's cache folder, or in NUMBA_CACHE_DIR when that is
-    set. Where none is writable the kernel is compiled for this process only.
+    set. Where none is writable, or its disk is full, the kernel is compiled for this process only; what
+    cannot be read in it is written anew.
     """
     import numba
     from numba import types
@@ -47,17 +48,37 @@ def compile_kernel(function: Callable[[int], None]) -> int:
     # `_nrt` off: no array is ever made here, so Numba's reference counting need not be linked.
     options: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
     compiler = functools.partial(numba.cfunc, types.void(types.intp), **options)
+    kernel: Any
     try:
-        kernel = compiler(cache=True)(function)
-    except RuntimeError as error:  # "cannot cache function ...: no locator available"
-        if "cache" not in str(error):
+        kernel = _kept_on_disk(functools.partial(compiler, cache=True), function)
+    except (OSError, RuntimeError) as error:
+        if not _is_about_the_folder(error):
             raise
         if not _alive or cache_folder() is not None:  # said once
             logger.warning("compiled kernels are not kept on disk (%s); set NUMBA_CACHE_DIR", error)
         kernel = compiler()(function)
     _alive.append(kernel)
     assert kernel.address is not None
-    return kernel.address
+    return int(kernel.address)
+
+
+def _kept_on_disk(compiler: Callable[..., Any], function: Callable[[int], None]) -> Any:
+    try:
+        return compiler()(function)
+    except Exception as error:
+        if _is_about_the_folder(error):
+            raise
+        # The file was cut short, say: what reading it raises then can be anything.
+        from numba.core import caching
+
+        cache: Any = caching.FunctionCache
+        cache(function).flush()
+        return compiler()(function)
+
+
+def _is_about_the_folder(error: Exception) -> bool:
+    """And not about the kernel, or about what lies in the folder: "cannot cache function: no locator"."""
+    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and "cache" in str(error))
 
 
 def cache_folder() -> Path | None:

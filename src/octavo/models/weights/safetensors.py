@@ -22,6 +22,7 @@ from octavo.models.weights.checkpoint import Shape
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_LFS_POINTER = b"version https://git-lfs"
 
 
 class SafetensorsCheckpoint:
@@ -85,6 +86,12 @@ def _opened(path: Path) -> Iterator[Any]:
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error})") from error
     except SafetensorError as error:
+        with path.open("rb") as pointer:
+            is_pointer = pointer.read(len(_LFS_POINTER)) == _LFS_POINTER
+        if is_pointer:
+            raise WeightsError(
+                f"{path}: is a pointer of Git LFS in place of the weights; `git lfs pull` fetches them"
+            ) from error
         raise WeightsError(
             f"{path}: is no safetensors file, or a truncated or corrupt one of {path.stat().st_size} bytes "
             f"({error}); download it again"
