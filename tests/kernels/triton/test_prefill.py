@@ -27,11 +27,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, triton_room: None) -> None:
 
 @pytest.fixture
 def idle_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """So many multiprocessors that every tile's keys are divided; yields into how many parts, each time."""
+    """So many multiprocessors that every tile's keys are divided, those of a small window, too; yields into
+    how many parts, each time.
+    """
     parts: list[int] = []
     splits = prefill._splits
     monkeypatch.setattr(prefill, "num_processors", lambda _: 64)
     monkeypatch.setattr(prefill, "_LEAST_TILES", 1)
+    monkeypatch.setattr(prefill, "most_keys", lambda max_seqlen_k, *_: max_seqlen_k)
     monkeypatch.setattr(prefill, "_splits", lambda *a: parts.append(splits(*a)) or parts[-1])
     yield parts
     assert parts
@@ -131,6 +134,29 @@ def test_values_of_one_small_scale_keep_their_precision_beside_large_ones() -> N
     assert (out.double() - exact).norm() < 2e-2 * exact.norm()  # the result itself is subnormal
     out, _ = run(inputs, out=(wide := torch.empty(out.shape)))
     assert (wide.double() - exact).norm() < 2e-3 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "splits"),
+    [
+        ({}, 4),
+        ({"window": (11, -1), "causal": False}, 4),
+        ({"window": (-1, 5), "causal": False}, 4),
+        ({"window": (11, -1)}, 1),
+        ({"window": (107, 5), "causal": False}, 2),
+        ({"window": (106, 5), "causal": False}, 1),
+    ],
+    ids=str,
+)
+def test_as_many_parts_as_the_keys_of_a_window_make(
+    monkeypatch: pytest.MonkeyPatch, options: dict, splits: int
+) -> None:
+    parts: list[int] = []
+    asked = prefill._splits
+    monkeypatch.setattr(prefill, "num_processors", lambda _: 64)
+    monkeypatch.setattr(prefill, "_splits", lambda *a: parts.append(asked(*a)) or parts[-1])
+    check(replace(BASE, lens_q=(10,), lens_k=(300,), **options))
+    assert parts == [splits]
 
 
 @pytest.mark.parametrize("options", [{}, OPTIONS["all"], OPTIONS["left"]], ids=["causal", "all", "left"])

@@ -270,11 +270,11 @@ def test_keys_are_divided_where_tiles_are_few(
 
 @pytest.mark.parametrize(
     ("window", "splits"),
-    [((4095, 0), 8), ((1023, 0), 2), ((895, 0), 1), ((600, 296), 2), ((1023, -1), 8), ((-1, 0), 8)],
+    [((4095, 0), 8), ((1023, 0), 2), ((895, 0), 1), ((600, 296), 2), ((1023, None), 8), ((None, 0), 8)],
 )
 def test_a_split_has_keys_enough_of_a_window(
-    monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], splits: int
+    monkeypatch: pytest.MonkeyPatch, window: tuple[int | None, int | None], splits: int
 ) -> None:
     monkeypatch.setattr(prefill_hopper, "num_processors", lambda _: 132)
     q = torch.empty(128, 16, 128, device="meta")
-    assert prefill_hopper.splits_for(q, 1, 128, 32768, *window) == splits
+    assert prefill_hopper.splits_for(q, 1, 128, 32768, window) == splits

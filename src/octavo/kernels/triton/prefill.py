@@ -280,7 +280,8 @@ def launch(facts: dict[str, Any], max_seqlen_k: int, given: Mapping[str, int] | 
     chosen = given or invariant_tile(facts)
     options = {name: value for name, value in chosen.items() if value}  # no maxnreg is no option, not 0
     num_tiles = most_tiles(num_rows * facts["GROUP"], num_long, chosen["BLOCK_M"])
-    splits = _splits(num_tiles * num_kv_heads, max_seqlen_k, chosen, q.device) if given else 1
+    seen = most_keys(max_seqlen_k, chosen["BLOCK_M"], facts["left"], facts["right"])
+    splits = _splits(num_tiles * num_kv_heads, seen, chosen, q.device) if given else 1
     partial_acc = partial_sums = None
     if splits > 1:
         partial_acc, partial_sums = partials(q, splits)
@@ -381,6 +382,11 @@ def most_tiles(rows: int, sequences: int, block_m: int) -> int:
     return (rows + sequences * (block_m - 1)) // block_m
 
 
+def most_keys(max_seqlen_k: int, rows: int, left: int | None, right: int | None) -> int:
+    """How many keys so many rows of a sequence see together, at most. The window: None where it is open."""
+    return max_seqlen_k if left is None or right is None else min(max_seqlen_k, left + rows + right)
+
+
 def _section(num_kv_heads: int, bytes_per_head: int) -> int:
     """How many KV heads run side by side: a divisor of their number."""
     section = max(1, min(num_kv_heads, _SECTION_BYTES // max(1, bytes_per_head)))
@@ -389,9 +395,9 @@ def _section(num_kv_heads: int, bytes_per_head: int) -> int:
     return section
 
 
-def _splits(programs: int, max_seqlen_k: int, given: Mapping[str, int], device: torch.device) -> int:
+def _splits(programs: int, num_keys: int, given: Mapping[str, int], device: torch.device) -> int:
     """Among how many programs the keys of a tile are divided, so that they fill the GPU twice over."""
-    most = max_seqlen_k // (_LEAST_TILES * given["BLOCK_N"])
+    most = num_keys // (_LEAST_TILES * given["BLOCK_N"])
     return max(1, min(2 * num_processors(device) // programs, most))
 
 

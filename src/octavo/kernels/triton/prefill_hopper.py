@@ -156,7 +156,8 @@ def prefill_attention(
     if softcap > 0:
         scale, cap = 2 * scale / softcap, softcap * math.log2(math.e)
     most_tiles = num_rows // pipeline.BLOCK_M.value + batch
-    splits = splits_for(q, batch, max_seqlen_q, max_seqlen_k, left, right)
+    window = (left if left >= 0 else None, right if right >= 0 else None)
+    splits = splits_for(q, batch, max_seqlen_q, max_seqlen_k, window)
     partial_acc, partial_sums = prefill.partials(q if splits > 1 else q[:0], splits)
     pipeline.attend[(min(most_tiles * num_heads * splits, num_processors(q.device)),)](
         _as_matrix(q, 64), _as_matrix(k, box_rows), _as_matrix(v, box_rows), out, lse,
@@ -180,18 +181,22 @@ def prefill_attention(
 
 
 def splits_for(
-    q: Tensor, batch: int, max_seqlen_q: int, max_seqlen_k: int, left: int = -1, right: int = -1
+    q: Tensor,
+    batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window: tuple[int | None, int | None] = (None, None),
 ) -> int:
     """Among how many programs the keys of a tile are divided: 1 where there are tiles enough for the GPU.
 
     The fewest for which the processors' last turn is nearly as full as it can be. Only where keys are many
     times the rows: in a prompt by itself the tiles are of all lengths, and a split would have few keys.
-    `left`, `right`: the window, below 0 where it is open; a tile sees no more keys than are in it.
+    Of a `window`, as of `prefill.most_keys`, a tile sees no more keys than are in it.
     """
     num_long = prefill.most_long(q.shape[0], batch)
     num_tiles = prefill.most_tiles(q.shape[0], num_long, pipeline.BLOCK_M.value) * q.shape[1]
     processors = num_processors(q.device)
-    seen = max_seqlen_k if left < 0 or right < 0 else min(max_seqlen_k, left + pipeline.BLOCK_M.value + right)
+    seen = prefill.most_keys(max_seqlen_k, pipeline.BLOCK_M.value, *window)
     most = min(seen // _LEAST_KEYS, _MOST_TURNS * processors // max(1, num_tiles))
     if max_seqlen_k < 8 * max_seqlen_q or most < 2:
         return 1
