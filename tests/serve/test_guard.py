@@ -671,6 +671,27 @@ def test_a_generation_that_ends_after_its_request_gets_a_line_of_its_own(lines):
     assert told == [("request", "me", 2), ("generation", "me", 7)]
 
 
+def test_the_line_of_a_request_waits_for_what_is_ready_before_it(lines):
+    told_before = []
+
+    async def app(scope, receive, send):
+        asyncio.get_running_loop().call_soon(lambda: told_before.append(len(lines)))
+        await Response()(scope, receive, send)
+
+    async def send(message):
+        pass
+
+    async def test():
+        scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
+        await access_log.RequestLog(app)(scope, None, send)
+        assert lines == []
+        await asyncio.sleep(0)
+
+    run(test())
+    assert told_before == [0]
+    assert [line["path"] for line, _ in lines] == ["/x"]
+
+
 def test_the_log_is_set_up_in_the_format_asked_for(capsys):
     loggers = [logging.getLogger(name) for name in ("octavo", "uvicorn", "uvicorn.access")]
     before = [(one.handlers[:], one.propagate, one.level, one.disabled) for one in loggers]

@@ -7,6 +7,7 @@ every line and trace about the request. Generations are tied to it by the contex
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -87,7 +88,7 @@ class GenerationLog:
         if record.on_generation is not None:
             record.on_generation(output)
         if record.has_ended:
-            _log(logging.INFO, "generation", {"request_id": record.request_id, **_facts([output])})
+            _log_soon({"request_id": record.request_id}, [output], "generation")
         else:
             record.generations.append(output)
 
@@ -184,9 +185,17 @@ class RequestLog:
                 "client": scope["client"][0] if scope.get("client") else None,
                 "incomplete": None if is_complete else True,
             }
-            if record.generations:
-                facts |= _facts(record.generations)
-            _log(logging.DEBUG if path in QUIET_PATHS else logging.INFO, "request", facts)
+            _log_soon(facts, record.generations, "request")
+
+
+def _log_soon(facts: dict[str, Any], outputs: list[RequestOutput], event: str) -> None:
+    """A line costs about what the end of a stream costs: the others that end in the same step go first."""
+
+    def log() -> None:
+        level = logging.DEBUG if facts.get("path") in QUIET_PATHS else logging.INFO
+        _log(level, event, facts | _facts(outputs) if outputs else facts)
+
+    asyncio.get_running_loop().call_soon(log)
 
 
 def _id_for(given: list[str]) -> str:
