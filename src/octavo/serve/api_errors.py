@@ -293,7 +293,7 @@ _MAX_ERRORS: Final = 20
 def _value_at(loc: Sequence[Any], body: object) -> object:
     """What stands in `body` where pydantic found something wrong."""
     value = body
-    for part in loc[1:]:
+    for part in loc:
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
             value = value[part]
     return value
