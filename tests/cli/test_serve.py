@@ -1,6 +1,8 @@
 """`octavo serve` up to the point where the server starts; tests/serve has the rest."""
 
 import builtins
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -108,3 +110,39 @@ def test_what_is_missing_is_named_with_the_way_to_get_it(
     status, _, err = octavo("serve", "some/model", *options)
     assert status == 1
     assert err.strip() == f"octavo: error: {message}; install what it takes with: pip install '{requirement}'"
+
+
+LOGGING = "import logging; logging.getLogger('octavo').addHandler(logging.StreamHandler())"
+
+
+def test_a_reader_that_goes_away_ends_no_server():
+    """`octavo serve MODEL | grep -m1 ready`."""
+    program = f"""
+{LOGGING}
+import sys
+from octavo.cli.serve import _say
+_say("octavo: loading")
+sys.stdin.readline()
+_say("octavo: ready")
+_say("octavo: stopped")
+print("goes on", file=sys.stderr)
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen((sys.executable, "-c", program), text=True, **pipes) as process:
+        assert process.stdout.readline() == "octavo: loading\n"
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.close()
+        said = process.stderr.read()
+    assert said == "standard output gets no more lines: Broken pipe\ngoes on\n"
+    assert process.returncode == 0
+
+
+def test_a_full_disk_behind_standard_output_ends_no_server():
+    program = f"{LOGGING}\nfrom octavo.cli.serve import _say; _say('octavo: loading'); _say('octavo: ready')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            (sys.executable, "-c", program), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 0
+    assert done.stderr == "standard output gets no more lines: No space left on device\n"

@@ -178,11 +178,11 @@ def _run(argv: list[str], debug: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader (`| head`) went away
-        _discard_output()
+        discard_output()
         return 1
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            _discard_output()
+            discard_output()
             return _fail(f"cannot write the output: {error.strerror}", 1)
         if debug:
             raise
@@ -192,7 +192,7 @@ def _run(argv: list[str], debug: bool) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _discard_output() -> None:
+def discard_output() -> None:
     """Sends what is still unwritten nowhere; Python would complain again while flushing at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

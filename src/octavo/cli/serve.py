@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from octavo.cli.main import discard_output
 from octavo.cli.options import EngineOptions, Model, expands, wrong_usage
 from octavo.errors import ConfigError
+
+logger = logging.getLogger("octavo.serve")
 
 app = typer.Typer(add_completion=False)
 
@@ -117,5 +121,9 @@ def serve(model: Model, *, options: ServeOptions, engine: EngineOptions) -> int:
 
 
 def _say(line: str) -> None:
-    # The one who waits for it may read a pipe.
-    print(line, flush=True)
+    """A line for whoever started the server, who may read a pipe, and close it (`| grep -m1 ready`)."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        discard_output()
+        logger.warning("standard output gets no more lines: %s", error.strerror)
