@@ -11,6 +11,7 @@ A GPU without a table runs on the defaults, which are safe anywhere (`octavo doc
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -118,6 +119,7 @@ def _is_entries(entries: object) -> bool:
     )
 
 
+@functools.cache  # a start asks some two hundred times, and the driver takes a millisecond to answer
 def table_path(device: torch.device) -> Path | None:
     """Where the table of that GPU is or would be; None for a device that is no GPU here."""
     if device.type == "cuda" and torch.cuda.is_available():
@@ -133,4 +135,5 @@ def forget() -> None:
     """Reads the tables anew at the next call: after one was written, or in a test that brings its own."""
     _decided.clear()
     _tables.clear()
+    table_path.cache_clear()
     known_calls.forget()
