@@ -158,7 +158,7 @@ def prefill_attention(
     most_tiles = num_rows // pipeline.BLOCK_M.value + batch
     window = (left if left >= 0 else None, right if right >= 0 else None)
     splits = splits_for(q, batch, max_seqlen_q, max_seqlen_k, window)
-    partial_acc, partial_sums = prefill.partials(q if splits > 1 else q[:0], splits)
+    partial_acc, partial_sums = prefill.partials(q, splits) if splits > 1 else _no_partials(q.device)
     pipeline.attend[(min(most_tiles * num_heads * splits, num_processors(q.device)),)](
         _as_matrix(q, 64), _as_matrix(k, box_rows), _as_matrix(v, box_rows), out, lse,
         partial_acc, partial_sums, cu_seqlens_q, cu_seqlens_k, block_table,
@@ -189,9 +189,8 @@ def splits_for(
 ) -> int:
     """Among how many programs the keys of a tile are divided: 1 where there are tiles enough for the GPU.
 
-    The fewest for which the processors' last turn is nearly as full as it can be. Only where keys are many
-    times the rows: in a prompt by itself the tiles are of all lengths, and a split would have few keys.
-    Of a `window`, as of `prefill.most_keys`, a tile sees no more keys than are in it.
+    Only where keys are many times the rows: in a prompt by itself the tiles are of all lengths, and a split
+    would have few keys. Of a `window`, as of `prefill.most_keys`, a tile sees no more keys than are in it.
     """
     num_long = prefill.most_long(q.shape[0], batch)
     num_tiles = prefill.most_tiles(q.shape[0], num_long, pipeline.BLOCK_M.value) * q.shape[1]
@@ -200,6 +199,12 @@ def splits_for(
     most = min(seen // _LEAST_KEYS, _MOST_TURNS * processors // max(1, num_tiles))
     if max_seqlen_k < 8 * max_seqlen_q or most < 2:
         return 1
+    return _fewest(num_tiles, processors, most)
+
+
+@functools.lru_cache(4096)
+def _fewest(num_tiles: int, processors: int, most: int) -> int:
+    """The fewest splits for which the processors' last turn is nearly as full as it can be."""
 
     def usage(splits: int) -> float:
         programs = num_tiles * splits
@@ -208,3 +213,9 @@ def splits_for(
     choices = range(1, most + 1)
     enough = 0.9 * max(map(usage, choices))
     return next(splits for splits in choices if usage(splits) >= enough)
+
+
+@functools.cache
+def _no_partials(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the kernel is given where it writes none: it is compiled for pointers."""
+    return torch.empty(0, device=device), torch.empty(0, device=device)
