@@ -218,4 +218,5 @@ def _fewest(num_tiles: int, processors: int, most: int) -> int:
 @functools.cache
 def _no_partials(device: torch.device) -> tuple[Tensor, Tensor]:
     """What the kernel is given where it writes none: it is compiled for pointers."""
-    return torch.empty(0, device=device), torch.empty(0, device=device)
+    nothing = torch.empty(0, dtype=torch.float32, device=device)
+    return nothing, nothing
