@@ -47,7 +47,8 @@ class Posts:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = None
         if scope["type"] == "http" and scope["method"] == "POST":
-            found = self._routes.get(scope["path"])
+            # Under another application, or a proxy's prefix, the path begins with that.
+            found = self._routes.get(scope["path"].removeprefix(scope.get("root_path", "")))
         if found is None:
             await self.app(scope, receive, send)
             return
