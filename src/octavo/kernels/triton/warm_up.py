@@ -253,8 +253,13 @@ def _run_all(
             job()
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for done in [pool.submit(run, job) for job in jobs]:
-            done.result()
+        running = [pool.submit(run, job) for job in jobs]
+        try:
+            for done in running:
+                done.result()
+        finally:  # one failed, or it was interrupted: others need not begin
+            for one in running:
+                one.cancel()
 
 
 def _rounds(model: ModelShape) -> Iterator[list[Job]]:
