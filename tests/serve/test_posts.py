@@ -5,7 +5,7 @@ import json
 
 import httpx
 import pytest
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from helpers.chat import CHATML, tokenizer_with
 from helpers.live import BIG_CARD
 from helpers.serve import Answer, eventually, run, scripted_client
@@ -189,6 +189,18 @@ def test_what_a_route_raises_is_its_answer_and_no_failure_of_the_server():
     assert run(test(2)) == 503
     with pytest.raises(ZeroDivisionError):
         run(test(3))
+
+
+@pytest.mark.parametrize(("path", "options"), [("/x/{y}", {}), ("/x", {"dependencies": [Depends(lambda: None)]})])
+def test_a_route_that_needs_more_of_fastapi_is_not_taken(path, options):
+    router = APIRouter()
+
+    @router.post(path, **options)
+    async def answer(request: Request, body: DetokenizeRequest) -> Response:
+        return Response()
+
+    with pytest.raises(AssertionError):
+        Posts(None, [router])
 
 
 def test_below_the_prefix_of_another_application_bodies_are_read_likewise():
