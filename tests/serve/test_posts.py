@@ -191,7 +191,9 @@ def test_what_a_route_raises_is_its_answer_and_no_failure_of_the_server():
         run(test(3))
 
 
-@pytest.mark.parametrize(("path", "options"), [("/x/{y}", {}), ("/x", {"dependencies": [Depends(lambda: None)]})])
+@pytest.mark.parametrize(
+    ("path", "options"), [("/x/{y}", {}), ("/x", {"dependencies": [Depends(lambda: None)]})]
+)
 def test_a_route_that_needs_more_of_fastapi_is_not_taken(path, options):
     router = APIRouter()
 

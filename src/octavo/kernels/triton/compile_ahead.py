@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from octavo.kernels.triton.compile_worker import kernel_of, preload
-from octavo.kernels.triton.launch import KNOWN
 from octavo.kernels.triton.monitor import describe
 
 _MOST = 16  # processes; each takes a tenth of a gigabyte
@@ -121,6 +120,8 @@ def _mark_of(shape: object) -> Any:
     """The place in Triton's cache for what is known of this start; None when nothing there would be found."""
     import triton
     from triton.runtime.cache import get_cache_manager
+
+    from octavo.kernels.triton.launch import KNOWN
 
     if not triton.__version__.startswith(KNOWN):
         return None
@@ -246,7 +247,7 @@ class Workers:
 def compile_all(
     wanted: Sequence[Wanted], workers: Workers, here: Callable[[Callable[[], object]], object]
 ) -> set[Wanted]:
-    """Compile these, the first ones first; those that the workers did, who have ended by then.
+    """Compile these, the first ones first. Returns those that the workers did, who have ended by then.
 
     here: calls what it is given, in one of our threads, with the right device current.
     """
