@@ -146,7 +146,8 @@ def main() -> int:
         )
 
         def ask(calls: list[Call]) -> Load:
-            shares = [calls[i :: options.clients] for i in range(options.clients)]
+            num = min(options.clients, len(calls))  # none has nothing to send
+            shares = [calls[i::num] for i in range(num)]
             return joined(clients.map(functools.partial(run_load, target), shares))
 
         pairs = []

@@ -297,11 +297,14 @@ def test_what_an_object_fails_with_when_it_is_thrown_away_is_shown_under_debug(
     def doctor():
         HalfMade()
 
+    def note(unraisable):
+        seen.append(unraisable.exc_type)
+
     monkeypatch.setattr("octavo.cli.doctor.app", app)
-    monkeypatch.setattr(sys, "__unraisablehook__", sys.unraisablehook)
-    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    monkeypatch.setattr(sys, "unraisablehook", note)
     assert octavo(*arguments) == (0, "", "")
-    assert len(seen) == shown
+    assert seen == [AttributeError] * shown
+    assert sys.unraisablehook is note, "whose it was before"
 
 
 def test_an_interrupt_that_a_library_swallows_is_one_all_the_same():
@@ -317,6 +320,8 @@ def test_an_interrupt_that_a_library_swallows_is_one_all_the_same():
         fail(interrupted=True)
     with pytest.raises(RecursionError), interrupted_for_sure():
         fail(interrupted=False)
+    with pytest.raises(KeyboardInterrupt), interrupted_for_sure(), contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

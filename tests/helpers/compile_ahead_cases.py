@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -154,11 +154,26 @@ class _Serial:
         return mock.Mock(result=lambda: result)
 
 
-def whole() -> Found:
-    """`warm_up` itself, of a small model."""
+def whole(gpu: str = "a GPU") -> Found:
+    """`warm_up` itself, of a small model. `devices`: what was current when the workers were told."""
+    current: list[int] = []
+    devices: list[list[int]] = []
+
+    @contextmanager
+    def device_index(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    def compile_noted(*arguments: Any) -> set[Wanted]:
+        devices.append(list(current))
+        return compile_all(*arguments)
+
     with (
         no_gpu(),
-        mock.patch.object(torch.accelerator, "device_index", return_value=nullcontext()),
+        mock.patch.object(torch.cuda, "get_device_name", return_value=gpu),
+        mock.patch.object(torch.accelerator, "device_index", device_index),
+        mock.patch.object(compile_ahead, "compile_all", compile_noted),
         mock.patch.object(torch.accelerator, "synchronize"),
         mock.patch.object(warm_up, "ThreadPoolExecutor", _Serial),
         mock.patch.object(compile_ahead, "Workers", mock.Mock(wraps=Workers)) as started,
@@ -168,10 +183,33 @@ def whole() -> Found:
             max_model_len=64, hidden_size=128, logprobs=False,
         )  # fmt: skip
         found = [(one.kernel, one.from_disk) for one in made]
-        return {"made": sorted(found), "started": started.call_count}
+        return {"made": sorted(found), "started": started.call_count, "devices": devices}
 
 
-CASES = {case.__name__: case for case in (elsewhere, others, dies, hangs, killed, whole)}
+def another() -> Found:
+    """The same on a GPU of another kind."""
+    return whole("another GPU")
+
+
+def crossed() -> Found:
+    """Two threads that note; the one that began first ends first."""
+    with no_gpu():
+        from triton import knobs
+
+        first = installed()
+        first.__enter__()
+        second = installed()
+        thread = threading.Thread(target=second.__enter__)
+        thread.start()
+        thread.join(0.2)
+        is_waiting = thread.is_alive()
+        first.__exit__(None, None, None)
+        thread.join()
+        second.__exit__(None, None, None)
+        return {"is_waiting": is_waiting, "is_left": knobs.runtime.jit_cache_hook is not None}
+
+
+CASES = {case.__name__: case for case in (elsewhere, others, dies, hangs, killed, whole, another, crossed)}
 
 if __name__ == "__main__":
     print(json.dumps(CASES[sys.argv[1]]()))

@@ -92,8 +92,31 @@ def test_a_first_start_has_them_and_a_second_one_does_not(case: Case) -> None:
     first, second = case("whole"), case("whole")
     names = [name for name, _ in first["made"]]
     assert {"_norm", "_decode", "_write"} <= set(names)
-    assert first == {"made": [[name, False] for name in names], "started": 1}
-    assert second == {"made": [[name, True] for name in names], "started": 0}
+    assert first == {"made": [[name, False] for name in names], "started": 1, "devices": [[0]]}
+    assert second == {"made": [[name, True] for name in names], "started": 0, "devices": []}
+    assert case("another")["started"] == 1, "with one cache for GPUs of both kinds"
+
+
+def test_two_threads_note_one_after_the_other_and_leave_no_hook(case: Case) -> None:
+    assert case("crossed") == {"is_waiting": True, "is_left": False}
+
+
+def test_files_in_the_current_folder_are_nothing_to_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("open('seen', 'w')")
+    monkeypatch.chdir(tmp_path)
+    workers = compile_ahead.Workers()
+    try:
+        process = workers._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        assert process.stdout.read() == "", "it ends when nothing more can come"
+    finally:
+        workers.close()
+    assert not (tmp_path / "seen").exists()
 
 
 class Idle:
@@ -131,6 +154,9 @@ def test_no_start_is_the_first_where_nothing_would_be_found(
         assert not is_first("a shape")
     with monkeypatch.context() as patch:
         patch.setenv("TRITON_ALWAYS_COMPILE", "1")
+        assert not is_first("a shape")
+    with monkeypatch.context() as patch:
+        patch.setattr("triton.__version__", "4.0.0")  # of which nobody knows what it tells its hooks
         assert not is_first("a shape")
     with monkeypatch.context() as patch:
         patch.setattr(compile_ahead, "_most_processes", lambda: 0)

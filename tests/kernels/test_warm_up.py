@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,25 @@ def test_a_gpu_past_the_last_one_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         KernelArgumentError, match="one of the 2 cuda devices that torch finds here, got 'cuda:2'"
     ):
         warm_up(4, 2, 64, torch.float32, torch.float32, 16, "cuda:2")
+
+
+def test_where_one_job_fails_those_that_have_not_begun_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    last: list[bool] = []
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, *arguments: bool, **options: bool) -> None:
+            is_over.set()
+            super().shutdown(*arguments, **options)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(module, "_THREADS", 1)
+    with pytest.raises(ZeroDivisionError):
+        module._run_all([fail, is_over.wait, lambda: last.append(True)], CPU)
+    assert last == []
 
 
 def test_sizes_are_the_powers_of_two_and_the_largest() -> None:

@@ -117,5 +117,9 @@ def test_a_call_that_need_not_wait_is_over_at_once():
         given_up = Begun(slow())
         given_up.close()
         assert steps == [1, 2, 3, 4, 2, 4]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await Begun(slow())
+        assert steps == [1, 2, 3, 4, 2, 4, 2, 4]
 
     run_timeless(test())

@@ -3,13 +3,16 @@
 import asyncio
 import json
 
+import httpx
 import pytest
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from helpers.chat import CHATML, tokenizer_with
 from helpers.live import BIG_CARD
 from helpers.serve import Answer, eventually, run, scripted_client
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.routing import Mount
 
 from octavo.errors import EngineError, shown
 from octavo.serve.api_errors import ApiError
@@ -186,6 +189,37 @@ def test_what_a_route_raises_is_its_answer_and_no_failure_of_the_server():
     assert run(test(2)) == 503
     with pytest.raises(ZeroDivisionError):
         run(test(3))
+
+
+@pytest.mark.parametrize(
+    ("path", "options"), [("/x/{y}", {}), ("/x", {"dependencies": [Depends(lambda: None)]})]
+)
+def test_a_route_that_needs_more_of_fastapi_is_not_taken(path, options):
+    router = APIRouter()
+
+    @router.post(path, **options)
+    async def answer(request: Request, body: DetokenizeRequest) -> Response:
+        return Response()
+
+    with pytest.raises(AssertionError):
+        Posts(None, [router])
+
+
+def test_below_the_prefix_of_another_application_bodies_are_read_likewise():
+    async def test():
+        async with scripted_client(Answer(["a"])) as (_, link):
+            app = create_app(link.engine, ServeSettings(), link.engine._listener)
+            outer = httpx.ASGITransport(Starlette(routes=[Mount("/under", app)]))
+            async with httpx.AsyncClient(transport=outer, base_url="http://octavo") as client:
+                return [
+                    await client.post("/under/v1/completions", json=body)
+                    for body in ({"prompt": "abc"}, {"prompt": "abc", "nonsense": 1})
+                ]
+
+    answer, refused = run(test())
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "a")
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["message"] == "nonsense: this field is not known"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])

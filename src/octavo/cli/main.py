@@ -138,6 +138,7 @@ class _Lines(logging.Handler):
 def _log_on_stderr(debug: bool) -> Iterator[None]:
     logger = logging.getLogger("octavo")
     handler, level = _Lines(debug), logger.level
+    hook = sys.unraisablehook
 
     def show_warning(message: Warning | str, *where: Any) -> None:
         text = str(message).partition("Traceback (most recent call last)")[0]
@@ -154,7 +155,7 @@ def _log_on_stderr(debug: bool) -> Iterator[None]:
                 sys.unraisablehook = lambda _: None
             yield
     finally:
-        sys.unraisablehook = sys.__unraisablehook__
+        sys.unraisablehook = hook
         logger.removeHandler(handler)
         logger.setLevel(level)
 

@@ -58,6 +58,8 @@ def interrupted_for_sure() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if numbers:
+        raise KeyboardInterrupt
 
 
 def read_stdin(read: Callable[[], str]) -> str:

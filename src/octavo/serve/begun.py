@@ -12,7 +12,8 @@ class Begun(Generic[T]):
     """`call`, begun: nearly all that a server sends and receives need not wait, and then costs no timer.
 
     `is_done`: it has ended, and `value` is what it returned. Else this is to be awaited, or closed. What the
-    call raises comes from whichever ran it, which the making of this object does first.
+    call raises comes from whichever ran it, which the making of this object does first. Where who awaits this
+    is cancelled while the call waits for the first time, the call is closed: it sees GeneratorExit.
     """
 
     __slots__ = ("_first", "_steps", "is_done", "value")

@@ -47,10 +47,6 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     engine: AsyncEngine = request.app.state.engine
     settings: ServeSettings = request.app.state.settings
     model = check_model(request, body.model)
-    return await _respond(body, model, engine, settings)
-
-
-async def _respond(body: ChatRequest, model: str, engine: AsyncEngine, settings: ServeSettings) -> Response:
     chat = await prepare_chat(body, engine, settings)
     writer = _Writer(body, chat, model, engine.tokenizer)
     return await respond_to_chat(writer, writer.id, chat, body, engine, settings)

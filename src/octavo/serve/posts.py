@@ -37,17 +37,18 @@ class Posts:
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
         """Takes the POST routes of `routers`: functions of a request and its `body` that give a response."""
         self.app = app
-        self._routes = {
-            route.path: (route, get_type_hints(route.endpoint)["body"])
-            for router in routers
-            for route in router.routes
-            if isinstance(route, APIRoute) and route.methods == {"POST"}
-        }
+        self._routes: dict[str, tuple[APIRoute, type[Body]]] = {}
+        for route in (route for router in routers for route in router.routes):
+            if isinstance(route, APIRoute) and route.methods == {"POST"}:
+                assert not route.dependencies, "nobody would ask them"
+                assert not route.param_convertors, "a path is looked up as it stands"
+                self._routes[route.path] = route, get_type_hints(route.endpoint)["body"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = None
         if scope["type"] == "http" and scope["method"] == "POST":
-            found = self._routes.get(scope["path"])
+            # Under another application, or a proxy's prefix, the path begins with that.
+            found = self._routes.get(scope["path"].removeprefix(scope.get("root_path", "")))
         if found is None:
             await self.app(scope, receive, send)
             return

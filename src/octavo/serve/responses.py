@@ -38,12 +38,6 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     engine: AsyncEngine = request.app.state.engine
     settings: ServeSettings = request.app.state.settings
     model = check_model(request, body.model)
-    return await _respond(body, model, engine, settings)
-
-
-async def _respond(
-    body: ResponsesRequest, model: str, engine: AsyncEngine, settings: ServeSettings
-) -> Response:
     as_chat = body.as_chat()
     chat = await prepare_chat(as_chat, engine, settings, format_field="text.format")
     writer = _Writer(body, as_chat, chat, model, engine.tokenizer)

@@ -58,6 +58,7 @@ class Wanted:
 
 
 _of_this_thread = threading.local()
+_hooked = threading.Lock()
 
 
 @contextmanager
@@ -75,10 +76,10 @@ def only_noting(found: dict[str, Wanted]) -> Iterator[None]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """What `only_noting` needs: a hook of Triton's, which is one for all threads."""
+    """What `only_noting` needs: a hook of Triton's, which is one for all threads, and so for one block at a
+    time.
+    """
     from triton import knobs
-
-    others = knobs.runtime.jit_cache_hook
 
     def hook(**what: Any) -> Any:
         found = getattr(_of_this_thread, "found", None)
@@ -89,11 +90,12 @@ def installed() -> Iterator[None]:
         found[data] = Wanted(function.module, function.jit_function.__name__, describe(what), data)
         return True
 
-    knobs.runtime.jit_cache_hook = hook
-    try:
-        yield
-    finally:
-        knobs.runtime.jit_cache_hook = others
+    with _hooked:
+        others, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, hook
+        try:
+            yield
+        finally:
+            knobs.runtime.jit_cache_hook = others
 
 
 @contextmanager
@@ -119,6 +121,10 @@ def _mark_of(shape: object) -> Any:
     import triton
     from triton.runtime.cache import get_cache_manager
 
+    from octavo.kernels.triton.launch import KNOWN
+
+    if not triton.__version__.startswith(KNOWN):
+        return None
     compilation = triton.knobs.compilation
     if compilation.always_compile or compilation.override or compilation.dump_ir:
         return None
@@ -151,9 +157,11 @@ class Workers:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
         main = _MAIN.format(module="octavo.kernels.triton.compile_worker")
+        path = json.dumps([os.path.abspath(at) for at in sys.path])
         try:
             self._process = subprocess.Popen(
-                command or (sys.executable, "-c", main, json.dumps([os.path.abspath(at) for at in sys.path])),
+                # -P: or a json.py in the current folder would be the first that it imports.
+                command or (sys.executable, "-P", "-c", main, path),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -239,7 +247,7 @@ class Workers:
 def compile_all(
     wanted: Sequence[Wanted], workers: Workers, here: Callable[[Callable[[], object]], object]
 ) -> set[Wanted]:
-    """Compile these, the first ones first; those that the workers did, who have ended by then.
+    """Compile these, the first ones first. Returns those that the workers did, who have ended by then.
 
     here: calls what it is given, in one of our threads, with the right device current.
     """

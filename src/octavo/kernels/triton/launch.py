@@ -53,13 +53,13 @@ from triton.runtime.jit import JITCallable, JITFunction
 from octavo.kernels import triton as room
 from octavo.kernels.triton.tuning import Parameters
 
-_KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")  # versions of Triton that launch in one and the same way
+KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")  # versions of Triton that launch in one and the same way
 _runtime = triton.knobs.runtime
 
 
 def direct(kernel: Any) -> Any:
     """Decorates a kernel that the host launches: the same call, `kernel[grid](...)`, with less work."""
-    if isinstance(kernel, JITFunction) and triton.__version__.startswith(_KNOWN):
+    if isinstance(kernel, JITFunction) and triton.__version__.startswith(KNOWN):
         return Direct(kernel)
     return kernel
 

@@ -109,7 +109,10 @@ def warm_up(
         logprobs, shared_prefixes, qkv_bias,
     )  # fmt: skip
     hashing_of_triton().join()  # each thread would do it anew
-    first_start = compile_ahead.first_start(model) if device.type == "cuda" else nullcontext()
+    first_start: AbstractContextManager[compile_ahead.Workers | None] = nullcontext()
+    if device.type == "cuda":
+        # GPUs of several kinds may have one cache on disk.
+        first_start = compile_ahead.first_start((model, torch.cuda.get_device_name(device)))
     with watch() as made, torch.inference_mode(), first_start as workers:
         elsewhere = set() if workers is None else _compile_ahead(model, workers)
         for jobs in _rounds(model):
@@ -129,7 +132,8 @@ def _compile_ahead(model: ModelShape, workers: compile_ahead.Workers) -> set[tup
         with torch.accelerator.device_index(model.device.index):
             job()
 
-    return {one.described for one in compile_ahead.compile_all(list(found.values()), workers, here)}
+    with torch.accelerator.device_index(model.device.index):  # the workers are told of the current one
+        return {one.described for one in compile_ahead.compile_all(list(found.values()), workers, here)}
 
 
 def _there_is(device: torch.device | str) -> torch.device:
@@ -249,8 +253,13 @@ def _run_all(
             job()
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for done in [pool.submit(run, job) for job in jobs]:
-            done.result()
+        running = [pool.submit(run, job) for job in jobs]
+        try:
+            for done in running:
+                done.result()
+        finally:  # one failed, or it was interrupted: others need not begin
+            for one in running:
+                one.cancel()
 
 
 def _rounds(model: ModelShape) -> Iterator[list[Job]]:
