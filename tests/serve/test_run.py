@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 from helpers.serve import PATIENCE_S, run
@@ -188,4 +189,33 @@ def test_a_large_body_is_no_more_than_its_request(protocol, monkeypatch):
                     assert (await reader.readuntil(b"\r\n0\r\n\r\n")).endswith(b"1000000\r\n0\r\n\r\n")
             writer.close()
 
+    run(test())
+
+
+@both_protocols
+def test_room_is_made_for_no_more_than_64_kib_of_a_connection_at_once(protocol, monkeypatch):
+    rooms = []
+    received = socket.socket.recv
+
+    def noting(self, size, *flags):
+        rooms.append((self.getsockname(), size))
+        return received(self, size, *flags)
+
+    async def app(scope, receive, send):
+        num_bytes, is_more = 0, True
+        while is_more:
+            message = await receive()
+            num_bytes, is_more = num_bytes + len(message["body"]), message["more_body"]
+        assert num_bytes == 2**20
+        await hello(scope, receive, send)
+
+    async def test():
+        async with listening(app, protocol, monkeypatch) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(GET + b"Content-Length: 1048576\r\n\r\n" + bytes(2**20))
+            assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"hello\r\n0\r\n\r\n")
+            writer.close()
+        assert {size for at, size in rooms if at == address} == {2**16}
+
+    monkeypatch.setattr(socket.socket, "recv", noting)
     run(test())

@@ -50,6 +50,10 @@ while it is read, which takes four times as long as reading it.
 """
 _MAX_EARLY_BYTES: Final = 2**16
 """What may come while a request is being answered, and how long the head of one may be."""
+_MAX_READ_BYTES: Final = 2**16
+"""What is read of a connection at once. asyncio makes room for 256 KiB, and gives back what was not filled:
+what stays a while lands there, and the next room must be found elsewhere, so that the heap grows for long.
+"""
 
 
 def serve(config: EngineConfig, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
@@ -198,6 +202,8 @@ class _Listening(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # another event loop's may read into a buffer of its own
+            transport.max_size = _MAX_READ_BYTES
         self._num_early_bytes = 0
         self._silence = self._wait_for_head()
 
