@@ -286,29 +286,36 @@ class HalfMade:
         raise AttributeError("half made")
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [(["doctor"], 0), (["doctor", "--debug"], 1)])
-def test_what_an_object_fails_with_when_it_is_thrown_away_is_shown_under_debug(
-    octavo, monkeypatch, arguments, shown
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_only_after_an_interruption_nobody_sees_what_is_thrown_away_half_made(
+    octavo, monkeypatch, interrupted
 ):
     app = typer.Typer()
     seen = []
 
     @app.command()
     def doctor():
-        HalfMade()
+        with interrupted_for_sure():
+            if interrupted:
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            HalfMade()
 
     def note(unraisable):
         seen.append(unraisable.exc_type)
 
     monkeypatch.setattr("octavo.cli.doctor.app", app)
     monkeypatch.setattr(sys, "unraisablehook", note)
-    assert octavo(*arguments) == (0, "", "")
-    assert seen == [AttributeError] * shown
+    expected = (130, "", "octavo: error: interrupted\n") if interrupted else (0, "", "")
+    assert octavo("doctor") == expected
+    assert seen == ([] if interrupted else [AttributeError])
     assert sys.unraisablehook is note, "whose it was before"
 
 
-def test_an_interrupt_that_a_library_swallows_is_one_all_the_same():
+def test_an_interrupt_that_a_library_swallows_is_one_all_the_same(monkeypatch):
     """numpy, interrupted while it is imported, ends in a RecursionError when it is used."""
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which is put back at the end
 
     def fail(*, interrupted):
         with contextlib.suppress(KeyboardInterrupt):

@@ -150,9 +150,6 @@ def _log_on_stderr(debug: bool) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show_warning  # type: ignore[assignment]  # takes any further arguments
-            if not debug:
-                # Of an object that an interruption left half made, when it is thrown away.
-                sys.unraisablehook = lambda _: None
             yield
     finally:
         sys.unraisablehook = hook

@@ -43,6 +43,7 @@ def interrupted_for_sure() -> Iterator[None]:
 
     def note(number: int, frame: Any) -> None:
         numbers.append(number)
+        sys.unraisablehook = lambda _: None  # what is left half made complains when it is thrown away
         signal.default_int_handler(number, frame)
 
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
