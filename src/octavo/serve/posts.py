@@ -1,7 +1,7 @@
 """The routes that take a body: it is read, checked and handed to its route here, and the answer is sent.
 
 FastAPI describes these routes (`/openapi.json`) and answers all other requests; its own way from a body to a
-route would take longer than all else that the server does for a request.
+route is much of what a request would cost the server.
 """
 
 from __future__ import annotations
