@@ -260,6 +260,13 @@ def test_memory_too_small_for_one_block_says_what_would_fit(folder: Path) -> Non
         LLM(folder, kv_cache_memory=10)
 
 
+def test_an_unknown_architecture_is_said_before_a_missing_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "banana"}')
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match="unknown model_type 'banana'"):
+        LLM(tmp_path)
+
+
 def test_dummy_weights_need_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ModelError, match=r"tokenizer\.json"):

@@ -24,6 +24,7 @@ from octavo.engine.request import Request
 from octavo.engine.stats import EngineStats
 from octavo.errors import CapacityError, EngineError, ModelError, RequestError
 from octavo.kernels.cpu.threads import configure as configure_threads
+from octavo.models.config import load_config
 from octavo.models.device import resolve_device
 from octavo.models.registry import load_model
 from octavo.models.source import resolve_model
@@ -89,6 +90,7 @@ class LLM:
             tokenizer = load_tokenizer(source)
         except ModelError as error:
             if config.load_format != "dummy":
+                load_config(source)  # an architecture that is not known is the better reason
                 raise
             self._why_no_tokenizer = str(error)
             tokenizer = None  # random weights have nothing to say: token ids in, token ids out

@@ -18,7 +18,7 @@ from octavo.engine import grammar_trial
 from octavo.engine.core import Engine
 from octavo.engine.grammar_trial import GrammarTrial
 from octavo.errors import EngineError, RequestError
-from octavo.structured_output import StructuredOutput
+from octavo.structured_output import StructuredOutput, lark_json
 
 
 def words(count: int, size: int) -> list[str]:
@@ -108,6 +108,17 @@ def test_what_hurts_is_refused_and_the_next_is_served(engine: Engine, name: str)
     [
         (StructuredOutput(json_schema={"$ref": "#"}), "no text satisfies it, or only one that never ends"),
         (StructuredOutput(regex=".*" * 300), "it is too large; make it simpler"),
+        # As in tools, whose grammar has schemas with the options of ours in it.
+        (
+            StructuredOutput(lark="start: " + lark_json({"$ref": "#/nope"})),
+            r"at 1\(8\): failed to compile JSON schema: Pointer '/nope' does not exist",
+        ),
+        (
+            StructuredOutput(
+                lark="start: " + lark_json({"oneOf": [{"type": "integer"}, {"type": "number"}]})
+            ),
+            "oneOf is supported only where no value can match two of its parts; use anyOf",
+        ),
     ],
 )
 def test_a_refusal_speaks_of_what_its_reader_can_change(

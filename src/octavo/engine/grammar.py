@@ -340,7 +340,7 @@ def _num_cpus() -> int:
 def _refusal(name: str, problem: str) -> RequestError:
     if problem.startswith("panic"):
         problem = "it is too large; make it simpler"
-    elif "coerce_one_of" in problem:
+    elif "oneOf constraints are not supported" in problem:
         problem = "oneOf is supported only where no value can match two of its parts; use anyOf"
     return RequestError(f"structured_output: {name} cannot be used: {_shortened(problem)}")
 
