@@ -13,11 +13,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "scri
 
 
 def documented() -> dict[str, set[str]]:
-    """Program -> the options that stand behind its name."""
+    """Program -> the options that stand behind its name, up to those that it passes on (` -- `)."""
     found: dict[str, set[str]] = {}
     for page in PAGES:
         for program, arguments in re.findall(r"bench/(\w+\.py)([^`\n]*)", page.read_text(encoding="utf-8")):
-            found.setdefault(program, set()).update(re.findall(r"--[\w-]+", arguments))
+            own = arguments.partition(" -- ")[0]
+            found.setdefault(program, set()).update(re.findall(r"--[\w-]+", own))
     return found
 
 

@@ -286,6 +286,15 @@ class HalfMade:
         raise AttributeError("half made")
 
 
+@pytest.fixture
+def interruptible():
+    """As in a terminal: a shell that starts a program behind its back has it ignore interruptions."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_only_after_an_interruption_nobody_sees_what_is_thrown_away_half_made(
     octavo, monkeypatch, interrupted
@@ -312,6 +321,7 @@ def test_only_after_an_interruption_nobody_sees_what_is_thrown_away_half_made(
     assert sys.unraisablehook is note, "whose it was before"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_that_a_library_swallows_is_one_all_the_same(monkeypatch):
     """numpy, interrupted while it is imported, ends in a RecursionError when it is used."""
 
