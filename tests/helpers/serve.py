@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -90,6 +90,20 @@ def run(test: Coroutine[Any, Any, T], loop: Callable[[], asyncio.AbstractEventLo
 def run_timeless(test: Coroutine[Any, Any, T]) -> T:
     """`run` in made-up time, which nothing but the test's own timers moves; no sockets, no processes."""
     return run(test, MadeUpTime)
+
+
+def leaving_client(body: bytes) -> tuple[Callable[[], Awaitable[dict[str, Any]]], asyncio.Event]:
+    """An ASGI `receive` that has a whole body to tell, and the event that tells it the client is gone."""
+    gone = asyncio.Event()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive, gone
 
 
 async def eventually(holds: Callable[[], object]) -> None:

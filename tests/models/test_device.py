@@ -50,13 +50,20 @@ def test_a_gpu_is_used_and_triton_hashes_itself_while_the_weights_load(
 
 
 def test_a_gpu_that_cannot_be_used_is_left_to_whoever_uses_it_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
     def zeros(*_: object, **options: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError(f"no room on {options['device']}")
+        asked.append(options["device"])
+        raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(torch, "zeros", zeros)
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
     thread = threading.Thread(target=_use, args=(torch.device("cuda", 1),))
-    thread.start()  # what it raised would be a warning, and so an error
+    thread.start()
     thread.join()
+    assert asked == [torch.device("cuda", 1)]
+    assert raised == []
 
 
 @pytest.mark.usefixtures("gpu")

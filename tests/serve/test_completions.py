@@ -8,7 +8,17 @@ from dataclasses import replace
 
 import pytest
 from helpers.chat import tokenizer_with
-from helpers.serve import CARD, STATS, Answer, events_of, eventually, run, scripted_client, scripted_engine
+from helpers.serve import (
+    CARD,
+    STATS,
+    Answer,
+    events_of,
+    eventually,
+    leaving_client,
+    run,
+    scripted_client,
+    scripted_engine,
+)
 from helpers.tokenizers_by_hand import byte_level
 from tokenizers import normalizers
 
@@ -465,16 +475,7 @@ def test_a_client_that_goes_away_aborts_what_it_asked_for_once(stream, answer):
         metrics = Metrics()
         engine, link = await scripted_engine(script, listener=metrics)
         app = create_app(engine, ServeSettings(), metrics)
-        gone = asyncio.Event()
-        body = json.dumps({"prompt": ["a", "b"], "stream": stream}).encode()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
+        receive, gone = leaving_client(json.dumps({"prompt": ["a", "b"], "stream": stream}).encode())
         sent = []
 
         async def send(message):

@@ -8,7 +8,7 @@ import pytest
 from fastapi import APIRouter, Depends, Request
 from helpers.chat import CHATML, tokenizer_with
 from helpers.live import BIG_CARD
-from helpers.serve import Answer, eventually, run, scripted_client
+from helpers.serve import Answer, eventually, leaving_client, run, scripted_client
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -234,15 +234,7 @@ def test_a_client_that_leaves_before_its_answer_has_none_and_its_work_is_cancell
                 await asyncio.Event().wait()
 
             monkeypatch.setattr(engine, "off_loop", never)
-            gone = asyncio.Event()
-            messages = [{"type": "http.request", "body": json.dumps(BODIES[path]).encode()}]
-
-            async def receive():
-                if messages:
-                    return messages.pop()
-                await gone.wait()
-                return {"type": "http.disconnect"}
-
+            receive, gone = leaving_client(json.dumps(BODIES[path]).encode())
             sent = []
 
             async def send(message):
