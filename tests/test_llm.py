@@ -19,6 +19,7 @@ from helpers.text import letters_backend
 
 from octavo import LLM, CapacityError, ConfigError, EngineError, ModelError, RequestError, SamplingParams
 from octavo.engine.core import _mix
+from octavo.llm import _process_age_s
 
 CHAT_TEMPLATE = """{% for m in messages -%}
 {{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"""
@@ -258,6 +259,14 @@ def test_bad_options_are_named(folder: Path, options: dict[str, Any], message: s
 def test_memory_too_small_for_one_block_says_what_would_fit(folder: Path) -> None:
     with pytest.raises(CapacityError, match=r"kv_cache_memory is 10 bytes.* 12,288 bytes.* 49,152 bytes"):
         LLM(folder, kv_cache_memory=10)
+
+
+@pytest.mark.parametrize("stat", ["", "1 (python) S 0"])
+def test_a_system_that_tells_no_age_of_the_process_is_none_to_fail_for(
+    monkeypatch: pytest.MonkeyPatch, stat: str
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: stat)
+    assert _process_age_s() is None
 
 
 def test_an_unknown_architecture_is_said_before_a_missing_tokenizer(tmp_path: Path) -> None:

@@ -437,5 +437,5 @@ def _process_age_s() -> float | None:
     try:
         ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):  # not Linux
+    except (OSError, AttributeError, ValueError, IndexError):  # not Linux, or one of its own kind
         return None
